@@ -1,0 +1,342 @@
+"""Typed configuration: one dataclass per concern, a docstring per field, checked when constructed.
+
+Nothing here imports a model library, so that a bad value is reported before any weight is loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+AGGREGATIONS = (
+    "token_mean",
+    "token_sum",
+    "seq_mean_token_sum",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum_norm",
+)
+ADVANTAGES = ("gae", "grpo", "rloo", "reinforce_pp")
+SCHEDULES = ("linear", "cosine", "constant")
+LAYOUTS = ("separate", "shared")
+
+T = TypeVar("T")
+
+
+def from_dict(cls: type[T], value: T | dict[str, Any] | None) -> T:
+    """Accept a dataclass, the dict of its fields, or None for its defaults.
+
+    Checkpoints store plain dicts (a pickled dataclass does not load with ``weights_only=True``).
+
+    Args:
+        cls: The dataclass to build.
+        value: An instance, a dict of fields, or None.
+
+    Raises:
+        ValueError: A key that is not a field; the nearest field is named.
+        TypeError: Neither an instance nor a dict.
+    """
+    if value is None:
+        return cls()
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, dict):
+        raise TypeError(f"Expected {cls.__name__} or a dict of its fields, got {type(value).__name__}: {value!r}.")
+    names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    for key in value:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else f" Its options are: {', '.join(names)}."
+            raise ValueError(f"`{key}` is not an option of {cls.__name__}.{hint}")
+    return cls(**value)
+
+
+def _choice(owner: str, name: str, value: str, options: Sequence[str]) -> None:
+    if value not in options:
+        near = difflib.get_close_matches(str(value), options, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise ValueError(f"`{owner}.{name}={value!r}` must be one of {', '.join(map(repr, options))}.{hint}")
+
+
+def _at_least(owner: str, name: str, value: float | None, low: float, *, strict: bool = False, why: str = "") -> None:
+    if value is None:
+        return
+    ok = value > low if strict else value >= low
+    if not ok:  # NaN is not ok either
+        raise ValueError(f"`{owner}.{name}={value!r}` must be {'>' if strict else '>='} {low:g}.{' ' + why if why else ''}")
+
+
+def _at_most(owner: str, name: str, value: float | None, high: float, why: str = "") -> None:
+    if value is not None and not value <= high:
+        raise ValueError(f"`{owner}.{name}={value!r}` must be <= {high:g}.{' ' + why if why else ''}")
+
+
+@dataclass
+class SamplingConfig:
+    """How responses are sampled. The defaults sample the whole vocabulary, as PPO's ratio assumes."""
+
+    max_new_tokens: int = 128
+    """Longest response, in tokens; a response that reaches it without a stop token counts as truncated."""
+    temperature: float = 0.7
+    """Divides the logits in sampling and in every log-prob. 0 is greedy: allowed for validation, not for training."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens only; 0 is off. Anything but 0 makes the measured KL biased, even negative."""
+    top_p: float = 1.0
+    """Nucleus sampling; 1 is off. Same caveat as `top_k`."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this fraction of the likeliest; 0 is off. Same caveat as `top_k`."""
+    samples_per_prompt: int = 1
+    """Responses sampled for each prompt. Group-relative advantages (`grpo`, `rloo`) need at least 2."""
+    suppress_tokens: list[int | str] | None = None
+    """Tokens (ids, or their text in the vocabulary) that are never sampled; left out of every log-prob alike."""
+    stop_tokens: list[int | str] | None = None
+    """Tokens that end a response. None: the tokenizer's EOS and those of the model's generation config."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        me = "sampling"
+        _at_least(me, "max_new_tokens", self.max_new_tokens, 1)
+        _at_least(me, "temperature", self.temperature, 0)
+        _at_least(me, "top_k", self.top_k, 0)
+        _at_least(me, "top_p", self.top_p, 0, strict=True)
+        _at_most(me, "top_p", self.top_p, 1)
+        _at_least(me, "min_p", self.min_p, 0)
+        _at_most(me, "min_p", self.min_p, 1)
+        _at_least(me, "samples_per_prompt", self.samples_per_prompt, 1)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the sampler draws from less than the whole vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass
+class RoleConfig:
+    """Where one of the models (actor, critic, reference) comes from and how it is held."""
+
+    source: str | None = None
+    """Folder or Hugging Face id. None: taken from the actor (reference), or from the reward model or actor (critic)."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16; auto: float32 where weights are trained, bfloat16 for frozen weights on CUDA."""
+    attn_implementation: str | None = None
+    """Passed to transformers (sdpa, eager, flash_attention_2, ...). None: its default."""
+    device: str | None = None
+    """Frozen roles only: a device such as "cpu" or "cuda:1". None: the rank's own device."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the weights. Off unless you ask for it by name."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _choice("role", "dtype", self.dtype, DTYPES)
+
+
+@dataclass
+class LoRAConfig:
+    """Low-rank adapters on a frozen trunk (https://arxiv.org/abs/2106.09685)."""
+
+    r: int = 16
+    """Rank of the update."""
+    alpha: float = 32
+    """The update is scaled by alpha / r."""
+    target_modules: list[str] | str = "all-linear"
+    """Names of the layers that get an adapter, or "all-linear" (heads are never adapted)."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead (https://arxiv.org/abs/2312.03732)."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _at_least("lora", "r", self.r, 1)
+        _at_least("lora", "alpha", self.alpha, 0, strict=True)
+
+
+@dataclass
+class RewardConfig:
+    """One source of reward; several add up with their weights and are logged apart."""
+
+    source: str = ""
+    """A sequence-classification model (folder or id), or the import path of a Python function: `package.module.name`."""
+    weight: float = 1.0
+    """Its factor in the sum."""
+    name: str | None = None
+    """Logged as `reward/<name>`. None: the function's name or the last part of the path."""
+    on_error: str = "raise"
+    """What a score that is not finite does: `raise`, or `skip` the sample (it then has no part in the update)."""
+    batch_size: int = 64
+    """Texts scored in one forward of a reward model. The score does not depend on it beyond rounding."""
+    max_length: int | None = None
+    """Longest input of a reward model, in its own tokens; longer ones lose the start of the prompt. None: its context."""
+    use_chat_template: bool | None = None
+    """Rebuild chats with the reward model's own template. None: when the prompt is a chat and the model has a template."""
+    dtype: str = "auto"
+    """As in RoleConfig."""
+    attn_implementation: str | None = None
+    """As in RoleConfig."""
+    device: str | None = None
+    """As in RoleConfig."""
+    trust_remote_code: bool = False
+    """As in RoleConfig."""
+    revision: str | None = None
+    """As in RoleConfig."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _choice("reward", "on_error", self.on_error, ("raise", "skip"))
+        _choice("reward", "dtype", self.dtype, DTYPES)
+        _at_least("reward", "batch_size", self.batch_size, 1)
+        _at_least("reward", "max_length", self.max_length, 1)
+        if self.weight != self.weight or abs(self.weight) == float("inf"):
+            raise ValueError(f"`reward.weight={self.weight!r}` must be a finite number.")
+
+
+@dataclass
+class PPOConfig:
+    """The algorithm. Defaults follow "The N+ implementation details of RLHF with PPO" (arXiv 2403.17031)."""
+
+    epochs: int = 4
+    """Passes over each rollout batch."""
+    minibatches: int = 1
+    """Optimizer steps per pass; must divide the number of episodes of a batch."""
+    micro_batch_size: int | None = None
+    """Sequences in one forward and backward. None: the whole minibatch. Changes memory and speed, not the gradient."""
+    score_batch_size: int | None = None
+    """Sequences in one forward of the score phase. None: as `micro_batch_size` (then the first ratio is exactly 1)."""
+    rollout_batch_size: int | None = None
+    """Sequences generated at once. None: all. The sampling noise does not depend on it."""
+    advantage: str = "gae"
+    """gae, or without a critic: grpo, rloo, reinforce_pp."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 0.95
+    """GAE's lambda."""
+    clip: float = 0.2
+    """The ratio is clipped to [1 - clip, 1 + clip_high]."""
+    clip_high: float | None = None
+    """Upper clip range; None: as `clip`."""
+    dual_clip: float | None = None
+    """Bound on the loss where the advantage is negative, > 1 (arXiv 1912.09729); None is off."""
+    value_clip: float | None = 0.2
+    """Values move at most this far from their old value before the loss stops rewarding it; None is off."""
+    vf_coef: float = 0.1
+    """Weight of the value loss. With Adam and a group of its own it acts only through epsilon and clipping."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus."""
+    kl_coef: float = 0.05
+    """KL penalty inside the reward. 0: the reference is not loaded unless `log_kl` or `kl_loss_coef` needs it."""
+    kl_estimator: str = "k1"
+    """k1, abs, k2, k3 (http://joschu.net/blog/kl-approx.html)."""
+    kl_target: float | None = None
+    """Turns on the adaptive controller (Ziegler 2019, who used 6): the KL per sequence that it holds."""
+    kl_horizon: int = 10_000
+    """Episodes over which the adaptive controller acts."""
+    kl_loss_coef: float = 0.0
+    """KL penalty inside the loss, differentiable."""
+    kl_loss_estimator: str = "k2"
+    """As `kl_estimator`, but not k1 or abs: their expected on-policy gradient is not the KL's."""
+    log_kl: bool = False
+    """Load and run the reference just to chart the KL."""
+    loss_aggregation: str = "token_mean"
+    """token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean, seq_mean_token_sum_norm."""
+    whiten_advantages: bool = True
+    """Zero mean, unit variance over all response tokens of the global batch (gae only)."""
+    whiten_rewards: bool = False
+    """Scale the KL-adjusted token rewards to unit variance, keeping their mean."""
+    score_clip: float | None = None
+    """Clip scores to [-score_clip, score_clip]; None is off."""
+    scale_scores: bool = False
+    """Divide scores by their running standard deviation."""
+    missing_eos_penalty: float = 0.0
+    """Subtracted from the score of a response with no stop token."""
+    bootstrap_truncated: bool = False
+    """A response cut by its length continues with the critic's value at the cut instead of 0."""
+    target_kl: float | None = None
+    """Stop the epochs of an iteration once the approximate KL to the old policy passes this; None is off."""
+    critic_warmup_iterations: int = 0
+    """Iterations at the start in which only the critic learns."""
+    max_grad_norm: float | None = 1.0
+    """Gradient norm of each role is clipped to this; None is off."""
+
+    def __post_init__(self) -> None:
+        """Check every value and every pair that cannot go together."""
+        me = "ppo"
+        _at_least(me, "epochs", self.epochs, 1)
+        _at_least(me, "minibatches", self.minibatches, 1)
+        for name in ("micro_batch_size", "score_batch_size", "rollout_batch_size"):
+            _at_least(me, name, getattr(self, name), 1)
+        _choice(me, "advantage", self.advantage, ADVANTAGES)
+        _choice(me, "loss_aggregation", self.loss_aggregation, AGGREGATIONS)
+        _choice(me, "kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        _choice(me, "kl_loss_estimator", self.kl_loss_estimator, KL_ESTIMATORS)
+        for name in ("gamma", "lam"):
+            _at_least(me, name, getattr(self, name), 0)
+            _at_most(me, name, getattr(self, name), 1)
+        _at_least(me, "clip", self.clip, 0, strict=True)
+        _at_most(me, "clip", self.clip, 1, "A ratio is never below 0.")
+        for name in ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl", "max_grad_norm"):
+            _at_least(me, name, getattr(self, name), 0, strict=True, why="Leave it out (null) to turn it off.")
+        _at_least(me, "dual_clip", self.dual_clip, 1, strict=True, why="Leave it out (null) to turn it off.")
+        for name in ("vf_coef", "entropy_coef", "kl_coef", "kl_loss_coef", "missing_eos_penalty"):
+            _at_least(me, name, getattr(self, name), 0)
+        _at_least(me, "kl_horizon", self.kl_horizon, 1)
+        _at_least(me, "critic_warmup_iterations", self.critic_warmup_iterations, 0)
+        if self.kl_loss_estimator in ("k1", "abs"):
+            raise ValueError(
+                f"`ppo.kl_loss_estimator={self.kl_loss_estimator!r}` cannot be a loss: its expected gradient on the "
+                "policy's own samples is not the KL's (for k1 it is zero). Use 'k2', 'k3' or 'k1+'."
+            )
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("`ppo.kl_target` adapts `ppo.kl_coef`, which is 0 and would stay 0. Start it above 0.")
+        if not self.has_critic:
+            for name, off in (("bootstrap_truncated", False), ("critic_warmup_iterations", 0)):
+                if getattr(self, name) != off:
+                    raise ValueError(f"`ppo.{name}` needs a critic, and `ppo.advantage={self.advantage!r}` has none.")
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantage estimator uses a value model."""
+        return self.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything uses the reference model."""
+        return self.kl_coef > 0 or self.kl_loss_coef > 0 or self.log_kl
+
+
+@dataclass
+class OptimConfig:
+    """One AdamW with a parameter group per role, and a schedule that moves once an iteration."""
+
+    actor_lr: float = 3e-6
+    """Learning rate of the policy (its adapters, with LoRA)."""
+    critic_lr: float | None = None
+    """Learning rate of the value model; None: as `actor_lr`."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's decay rates."""
+    eps: float = 1e-5
+    """Adam's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    schedule: str = "linear"
+    """linear or cosine to 0 at the last iteration, or constant."""
+    warmup_iterations: int = 0
+    """Iterations over which the learning rate rises from 0."""
+    total_iterations: int | None = None
+    """Length of the schedule; None: as many iterations as this fit will run."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        me = "optim"
+        for name in ("actor_lr", "critic_lr", "weight_decay"):
+            _at_least(me, name, getattr(self, name), 0)
+        _at_least(me, "eps", self.eps, 0, strict=True)
+        for beta in self.betas:
+            _at_least(me, "betas", beta, 0)
+            if beta >= 1:
+                raise ValueError(f"`optim.betas={self.betas!r}` must be below 1.")
+        _choice(me, "schedule", self.schedule, SCHEDULES)
+        _at_least(me, "warmup_iterations", self.warmup_iterations, 0)
+        _at_least(me, "total_iterations", self.total_iterations, 1)

@@ -1,0 +1,143 @@
+"""What flows through one PPO iteration: Prompts -> Rollout -> Experience.
+
+Shapes: B sequences, P prompt width (left-padded), R response width (right-padded).
+Masks are made from lengths, never from token ids, so a tokenizer whose pad is its EOS is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Self = TypeVar("Self", bound="_Rows")
+
+
+@dataclass
+class _Rows:
+    """Tensors and lists that share their first dimension."""
+
+    def select(self: Self, rows: Tensor) -> Self:
+        """Return the given rows, in the given order.
+
+        Args:
+            rows: (b,) int64 row numbers, on any device.
+        """
+        listed = rows.tolist()
+        picked: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                picked[f.name] = value[rows.to(value.device)]
+            elif isinstance(value, list):
+                picked[f.name] = [value[i] for i in listed]
+            elif isinstance(value, _Rows):
+                picked[f.name] = value.select(rows)
+        return replace(self, **picked)
+
+    def to(self: Self, device: torch.device | str) -> Self:
+        """Return a copy with every tensor on `device`."""
+        moved: dict[str, Any] = {
+            f.name: getattr(self, f.name).to(device)
+            for f in fields(self)
+            if isinstance(getattr(self, f.name), (Tensor, _Rows))
+        }
+        return replace(self, **moved)
+
+
+@dataclass
+class Prompts(_Rows):
+    """Tokenized prompts, one row per response that will be sampled."""
+
+    ids: Tensor
+    """(B, P) int64, left-padded."""
+    lengths: Tensor
+    """(B,) int64, real tokens of each row."""
+    index: Tensor
+    """(B,) int64, global number of the sample in its iteration, over all ranks: it picks the sampling noise."""
+    text: list[str]
+    """What the model read, decoded or as given: what a reward function gets as `prompts`."""
+    messages: list[list[dict[str, str]] | None]
+    """The chat a prompt was made from, where it was one."""
+    columns: list[dict[str, Any]]
+    """The other columns of the prompt set, row by row."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.ids)
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, P) bool, True on real tokens."""
+        width = self.ids.shape[1]
+        return torch.arange(width, device=self.ids.device) >= width - self.lengths[:, None]
+
+
+@dataclass
+class Rollout(_Rows):
+    """Prompts with one sampled response each."""
+
+    prompts: Prompts
+    ids: Tensor
+    """(B, R) int64 response tokens, right-padded; up to and including the first stop token."""
+    lengths: Tensor
+    """(B,) int64, tokens of each response, the stop token included."""
+    stopped: Tensor
+    """(B,) bool: ended with a stop token (else cut by its length)."""
+    logprobs: Tensor
+    """(B, R) float32: the sampler's own log-prob of each token; 0 off the mask."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.ids)
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, R) bool, True on response tokens."""
+        return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
+
+    def trim(self: RolloutLike) -> RolloutLike:
+        """Cut padding that no row of this batch needs, in prompts and in every response-shaped tensor."""
+        width = int(self.prompts.lengths.max())
+        response = int(self.lengths.max())
+        changes: dict[str, Any] = {"prompts": replace(self.prompts, ids=self.prompts.ids[:, -width:])}
+        full = self.ids.shape
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor) and value.shape == full:
+                changes[f.name] = value[:, :response]
+        return replace(self, **changes)
+
+    def batches(self: RolloutLike, size: int | None) -> Iterator[RolloutLike]:
+        """Yield consecutive batches of at most `size` rows, each trimmed to its own widths."""
+        for rows in torch.arange(len(self)).split(size or len(self)):
+            yield self.select(rows).trim()
+
+
+@dataclass
+class Experience(Rollout):
+    """A scored rollout: everything the update needs."""
+
+    old_logprobs: Tensor
+    """(B, R) float32, by the training forward before the first update."""
+    advantages: Tensor
+    """(B, R) float32."""
+    returns: Tensor | None = None
+    """(B, R) float32; None without a critic."""
+    values: Tensor | None = None
+    """(B, R) float32, V before each token; None without a critic."""
+    ref_logprobs: Tensor | None = None
+    """(B, R) float32; None without a reference."""
+    keep: Tensor | None = None
+    """(B,) bool; False: the reward asked to skip this sample. None: all are kept."""
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """(B, R) bool: response tokens of the samples that are kept."""
+        return self.mask if self.keep is None else self.mask & self.keep[:, None]
+
+
+RolloutLike = TypeVar("RolloutLike", bound=Rollout)
