@@ -168,6 +168,8 @@ class RewardConfig:
     """What a score that is not finite does: `raise`, or `skip` the sample (it then has no part in the update)."""
     batch_size: int = 64
     """Texts scored in one forward of a reward model. The score does not depend on it beyond rounding."""
+    timeout: float | None = None
+    """Seconds that a function may take for a batch before the run stops. It then runs in a thread. None: no limit."""
     max_length: int | None = None
     """Longest input of a reward model, in its own tokens; longer ones lose the start of the prompt. None: its context."""
     use_chat_template: bool | None = None
@@ -189,6 +191,7 @@ class RewardConfig:
         _choice("reward", "dtype", self.dtype, DTYPES)
         _at_least("reward", "batch_size", self.batch_size, 1)
         _at_least("reward", "max_length", self.max_length, 1)
+        _at_least("reward", "timeout", self.timeout, 0, strict=True)
         if self.weight != self.weight or abs(self.weight) == float("inf"):
             raise ValueError(f"`reward.weight={self.weight!r}` must be a finite number.")
 
