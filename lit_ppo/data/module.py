@@ -1,0 +1,228 @@
+"""The LightningDataModule for prompts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lit_ppo.data.encode import limit, pad_id, tokenize
+from lit_ppo.data.loader import PromptLoader
+from lit_ppo.data.rows import Prompt, parse_rows, read_rows
+
+# For jsonargparse the list has to come first: it would take a YAML list for text otherwise.
+Source = list[str | dict[str, Any]] | str | None
+
+
+class PromptDataModule(LightningDataModule):
+    """Prompts for fit, validate, test and predict, from JSONL files or given in place.
+
+    A row is a string, or an object with the prompt in `prompt_column` and anything else in other columns, which reward
+    functions get. A prompt is a string or a list of chat messages (`{"role": ..., "content": ...}`). A set is a path to
+    a file with a row on each line, or a list of rows. Files are read and checked here, tokenized in `setup`.
+
+    Args:
+        train: Prompts to train on.
+        val: Held-out prompts.
+        test: Prompts for `test`.
+        predict: Prompts for `predict`; None: those of `val`.
+        val_fraction: Hold out this share of `train` (below 1) or this many of its prompts (1 or more) as `val`.
+        batch_size: Prompts of one iteration, over all ranks. A smaller set is taken whole in each iteration; the
+            attribute then says so after `setup`.
+        val_batch_size: As `batch_size`, for the other sets, which keep their order and their last batch. None: as it.
+        prompt_column: Where objects keep the prompt.
+        max_prompt_length: Longest prompt, in tokens. None: any length.
+        overlong: `drop` longer ones, or `cut` them: their last tokens (and a BOS) stay, in chats as in strings.
+        shuffle: Train in a new order each epoch. `Trainer(overfit_batches=...)` turns it off.
+        seed: Of that order, and of the choice for `val_fraction`.
+        drop_last: Leave the prompts that do not fill a batch out of the epoch.
+        chat_template: Jinja text used in place of the tokenizer's own chat template.
+        add_generation_prompt: End a chat with the opening of the assistant's turn.
+        encoding: Of the files. UTF-8 may start with a byte order mark.
+
+    Raises:
+        FileNotFoundError: A path that is not a file.
+        ValueError: An option out of range or without effect, or a row that cannot be used; it names the line.
+        TypeError: A set or row of another type.
+
+    Example::
+
+        trainer.fit(module, PromptDataModule("prompts.jsonl", val_fraction=0.1, batch_size=64))
+    """
+
+    def __init__(
+        self,
+        train: Source = None,
+        val: Source = None,
+        test: Source = None,
+        predict: Source = None,
+        val_fraction: float = 0.0,
+        batch_size: int = 512,
+        val_batch_size: int | None = None,
+        prompt_column: str = "prompt",
+        max_prompt_length: int | None = None,
+        overlong: str = "drop",
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        encoding: str = "utf-8",
+    ) -> None:
+        super().__init__()
+        val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        for name, value in (
+            ("batch_size", batch_size),
+            ("val_batch_size", val_batch_size),
+            ("max_prompt_length", max_prompt_length),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}={value}` must be at least 1.")
+        if overlong not in ("drop", "cut"):
+            raise ValueError(f"`overlong={overlong!r}` must be 'drop' or 'cut'.")
+        if overlong == "cut" and max_prompt_length is None:
+            raise ValueError("`overlong='cut'` has no effect without `max_prompt_length`. Set how many tokens to keep.")
+        if chat_template is not None and "{" not in chat_template:
+            raise ValueError(
+                f"`chat_template={chat_template!r}` has no Jinja in it. Give the template's text, not its name."
+            )
+        sources = {"train": train, "val": val, "test": test, "predict": predict}
+        self._sets = {
+            name: parse_rows(read_rows(source, name, encoding), name, prompt_column)
+            for name, source in sources.items()
+            if source is not None
+        }
+        if not self._sets:
+            raise ValueError("There are no prompts. Give `train`, `val`, `test` or `predict`: a path or a list.")
+        chats = any(prompt.messages is not None for prompts in self._sets.values() for prompt in prompts)
+        if not chats and (chat_template is not None or not add_generation_prompt):
+            raise ValueError(
+                "`chat_template` and `add_generation_prompt` have no effect: every prompt is a plain string. Write "
+                'prompts as chats, [{"role": "user", "content": "..."}], to have them rendered.'
+            )
+        if val_fraction:
+            self._hold_out(val_fraction, seed)
+        self.batch_size = self._wanted = batch_size
+        self.val_batch_size = val_batch_size
+        self.max_prompt_length, self.overlong = max_prompt_length, overlong
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.chat_template, self.add_generation_prompt = chat_template, add_generation_prompt
+        self._ready: dict[str, list[Prompt]] = {}
+        self._tokenizer: Any = None
+
+    def _hold_out(self, val_fraction: float, seed: int) -> None:
+        """Move a random part of `train` to `val`."""
+        me = f"`val_fraction={val_fraction:g}`"
+        if "train" not in self._sets or "val" in self._sets:
+            raise ValueError(f"{me} takes prompts from `train` for `val`: give `train` and leave `val` out.")
+        prompts = self._sets["train"]
+        held = round(val_fraction * len(prompts)) if val_fraction < 1 else int(val_fraction)
+        if held != val_fraction and val_fraction > 1:
+            raise ValueError(f"{me} must be a share below 1 or a whole number of prompts.")
+        if not 0 < held < len(prompts):
+            raise ValueError(f"{me} of {len(prompts):,} prompts is {held:,}: `train` and `val` both need at least one.")
+        chosen = set(random.Random(f"{seed} val").sample(range(len(prompts)), held))
+        self._sets["val"] = [prompt for i, prompt in enumerate(prompts) if i in chosen]
+        self._sets["train"] = [prompt for i, prompt in enumerate(prompts) if i not in chosen]
+
+    def setup(self, stage: str) -> None:
+        """Tokenize the sets that a stage needs with the tokenizer of the LightningModule.
+
+        Raises:
+            ValueError: The stage has no prompts, or none that can be used.
+            AttributeError: The LightningModule has no `tokenizer`.
+        """
+        if stage == "predict" and "predict" not in self._sets and "val" in self._sets:
+            self._sets["predict"] = self._sets["val"]
+        needed = {"fit": "train", "validate": "val"}.get(stage, stage)
+        if needed not in self._sets:
+            other = {"val": " or `val_fraction`", "predict": " or `val`"}.get(needed, "")
+            raise ValueError(f"`{stage}` needs prompts, and PromptDataModule has none for it. Give `{needed}`{other}.")
+        tokenizer = self._find_tokenizer()
+        if tokenizer is not self._tokenizer:
+            self._tokenizer, self._ready = tokenizer, {}
+        for name in ("train", "val") if stage == "fit" else (needed,):
+            if name in self._sets and name not in self._ready:
+                self._prepare(name)
+
+    def _find_tokenizer(self) -> Any:
+        module = self._trainer().lightning_module
+        try:
+            return module.tokenizer
+        except AttributeError as error:
+            raise AttributeError(
+                f"PromptDataModule tokenizes with `{type(module).__name__}.tokenizer`, which is missing: {error}. "
+                "Give the LightningModule a `tokenizer` that exists before its `setup`."
+            ) from error
+
+    def _prepare(self, name: str) -> None:
+        """Tokenize a set and say what became of it."""
+        prompts = tokenize(self._sets[name], self._tokenizer, self.chat_template, self.add_generation_prompt)
+        prompts = limit(prompts, self._tokenizer, self.max_prompt_length, self.overlong, name)
+        self._ready[name] = prompts
+        count = len(prompts)
+        lengths = [len(prompt.ids) for prompt in prompts]
+        report = f"`{name}`: {count:,} prompts of {min(lengths):,} to {max(lengths):,} tokens"
+        if name == "train":
+            self.batch_size = min(self._wanted, count)
+            if count < self._wanted:
+                rank_zero_warn(
+                    f"`batch_size={self._wanted}` is more than the {count} prompts of `train`: a batch is {count}."
+                )
+            report += f", {self.iterations_per_epoch:,} iterations of {self.batch_size:,} an epoch"
+            if self.drop_last and (left := count % self.batch_size):
+                report += f" ({left:,} in no batch, others each epoch; `drop_last=False` keeps them)"
+        rank_zero_info(report)
+
+    @property
+    def iterations_per_epoch(self) -> int:
+        """Batches of an epoch of `train`, over all ranks; known after `setup`."""
+        return len(PromptLoader(self._ready_set("train"), self.batch_size, drop_last=self.drop_last))
+
+    def _ready_set(self, name: str) -> list[Prompt]:
+        if name not in self._ready:
+            raise RuntimeError(f"The prompts of `{name}` are not tokenized yet. The Trainer calls `setup` for that.")
+        return self._ready[name]
+
+    def _trainer(self) -> Trainer:
+        if self.trainer is None:
+            raise RuntimeError("PromptDataModule needs a Trainer: pass it to `fit`, `validate`, `test` or `predict`.")
+        return self.trainer
+
+    def _loader(self, name: str, batch_size: int, **options: Any) -> PromptLoader:
+        share = self._trainer().distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return PromptLoader(
+            self._ready_set(name),
+            batch_size,
+            pad=pad_id(self._tokenizer),
+            rank=share["rank"],
+            world_size=share["num_replicas"],
+            **options,
+        )
+
+    def train_dataloader(self) -> PromptLoader:
+        """Return this rank's share of the training batches; it continues where the Trainer stands."""
+        trainer: Any = self._trainer()  # its loops are not fully typed
+        loop = trainer.fit_loop
+        return self._loader(
+            "train",
+            self.batch_size,
+            shuffle=self.shuffle and not trainer.overfit_batches,
+            seed=self.seed,
+            drop_last=self.drop_last,
+            progress=lambda: (loop.epoch_progress.current.processed, loop.batch_idx + 1),
+        )
+
+    def val_dataloader(self) -> PromptLoader | list[Any]:
+        """Return this rank's share of `val`; no loader without it."""
+        return self._loader("val", self.val_batch_size) if "val" in self._sets else []
+
+    def test_dataloader(self) -> PromptLoader:
+        """Return this rank's share of `test`."""
+        return self._loader("test", self.val_batch_size)
+
+    def predict_dataloader(self) -> PromptLoader:
+        """Return this rank's share of `predict`, or else of `val`."""
+        return self._loader("predict", self.val_batch_size)
