@@ -23,7 +23,7 @@ def discounted_sum(x: Tensor, mask: Tensor, factor: float) -> Tensor:
         (B, R), 0 off the mask.
     """
     total = clean(x, mask).clone()
-    scale = torch.where(mask.bool(), factor, 1.0).to(total.dtype)
+    scale = torch.full_like(total, factor).masked_fill(~mask.bool(), 1)
     stride = 1
     while stride < total.shape[1]:
         total[:, :-stride] += scale[:, :-stride] * total[:, stride:]
