@@ -54,11 +54,14 @@ def from_dict(cls: type[T], value: T | dict[str, Any] | None) -> T:
     return cls(**value)
 
 
-def _choice(owner: str, name: str, value: str, options: Sequence[str]) -> None:
+def choice(owner: str, name: str, value: str, options: Sequence[str]) -> None:
+    """Raise unless `value` is one of `options`; `owner` and `name` say which option it is."""
     if value not in options:
         near = difflib.get_close_matches(str(value), options, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise ValueError(f"`{owner}.{name}={value!r}` must be one of {', '.join(map(repr, options))}.{hint}")
+        raise ValueError(
+            f"`{owner}{'.' * bool(owner)}{name}={value!r}` must be one of {', '.join(map(repr, options))}.{hint}"
+        )
 
 
 def _at_least(owner: str, name: str, value: float | None, low: float, *, strict: bool = False, why: str = "") -> None:
@@ -66,7 +69,9 @@ def _at_least(owner: str, name: str, value: float | None, low: float, *, strict:
         return
     ok = value > low if strict else value >= low
     if not ok:  # NaN is not ok either
-        raise ValueError(f"`{owner}.{name}={value!r}` must be {'>' if strict else '>='} {low:g}.{' ' + why if why else ''}")
+        raise ValueError(
+            f"`{owner}.{name}={value!r}` must be {'>' if strict else '>='} {low:g}.{' ' + why if why else ''}"
+        )
 
 
 def _at_most(owner: str, name: str, value: float | None, high: float, why: str = "") -> None:
@@ -120,7 +125,8 @@ class RoleConfig:
     source: str | None = None
     """Folder or Hugging Face id. None: taken from the actor (reference), or from the reward model or actor (critic)."""
     dtype: str = "auto"
-    """float32, bfloat16, float16; auto: float32 where weights are trained, bfloat16 for frozen weights on CUDA."""
+    """float32, bfloat16, float16. auto: float32 where these very weights are trained; bfloat16 for frozen ones on CUDA,
+    but a reference without a source of its own has the actor's, so that the KL of an untouched policy is exactly 0."""
     attn_implementation: str | None = None
     """Passed to transformers (sdpa, eager, flash_attention_2, ...). None: its default."""
     device: str | None = None
@@ -132,7 +138,7 @@ class RoleConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _choice("role", "dtype", self.dtype, DTYPES)
+        choice("role", "dtype", self.dtype, DTYPES)
 
 
 @dataclass
@@ -187,8 +193,8 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _choice("reward", "on_error", self.on_error, ("raise", "skip"))
-        _choice("reward", "dtype", self.dtype, DTYPES)
+        choice("reward", "on_error", self.on_error, ("raise", "skip"))
+        choice("reward", "dtype", self.dtype, DTYPES)
         _at_least("reward", "batch_size", self.batch_size, 1)
         _at_least("reward", "max_length", self.max_length, 1)
         _at_least("reward", "timeout", self.timeout, 0, strict=True)
@@ -270,10 +276,10 @@ class PPOConfig:
         _at_least(me, "minibatches", self.minibatches, 1)
         for name in ("micro_batch_size", "score_batch_size", "rollout_batch_size"):
             _at_least(me, name, getattr(self, name), 1)
-        _choice(me, "advantage", self.advantage, ADVANTAGES)
-        _choice(me, "loss_aggregation", self.loss_aggregation, AGGREGATIONS)
-        _choice(me, "kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        _choice(me, "kl_loss_estimator", self.kl_loss_estimator, KL_ESTIMATORS)
+        choice(me, "advantage", self.advantage, ADVANTAGES)
+        choice(me, "loss_aggregation", self.loss_aggregation, AGGREGATIONS)
+        choice(me, "kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        choice(me, "kl_loss_estimator", self.kl_loss_estimator, KL_ESTIMATORS)
         for name in ("gamma", "lam"):
             _at_least(me, name, getattr(self, name), 0)
             _at_most(me, name, getattr(self, name), 1)
@@ -340,6 +346,6 @@ class OptimConfig:
             _at_least(me, "betas", beta, 0)
             if beta >= 1:
                 raise ValueError(f"`optim.betas={self.betas!r}` must be below 1.")
-        _choice(me, "schedule", self.schedule, SCHEDULES)
+        choice(me, "schedule", self.schedule, SCHEDULES)
         _at_least(me, "warmup_iterations", self.warmup_iterations, 0)
         _at_least(me, "total_iterations", self.total_iterations, 1)

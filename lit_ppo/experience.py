@@ -69,6 +69,14 @@ class Prompts(_Rows):
         """Return the number of rows."""
         return len(self.ids)
 
+    def repeat(self, n: int) -> Prompts:
+        """Return every row n times in a row; sample k of prompt i gets the index i * n + k."""
+        if n == 1:
+            return self
+        rows = self.select(torch.arange(len(self)).repeat_interleave(n))
+        offset = torch.arange(n, device=rows.index.device).repeat(len(self))
+        return replace(rows, index=rows.index * n + offset)
+
     @property
     def mask(self) -> Tensor:
         """(B, P) bool, True on real tokens."""
@@ -99,8 +107,35 @@ class Rollout(_Rows):
         """(B, R) bool, True on response tokens."""
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
 
+    @staticmethod
+    def cat(parts: list[Rollout]) -> Rollout:
+        """Join rollouts, padding prompts on the left and responses on the right to the widest.
+
+        Args:
+            parts: One or more.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        prompts = [part.prompts for part in parts]
+        return Rollout(
+            prompts=Prompts(
+                ids=_stack([p.ids for p in prompts], left=True),
+                lengths=torch.cat([p.lengths for p in prompts]),
+                index=torch.cat([p.index for p in prompts]),
+                text=[x for p in prompts for x in p.text],
+                messages=[x for p in prompts for x in p.messages],
+                columns=[x for p in prompts for x in p.columns],
+            ),
+            ids=_stack([part.ids for part in parts]),
+            lengths=torch.cat([part.lengths for part in parts]),
+            stopped=torch.cat([part.stopped for part in parts]),
+            logprobs=_stack([part.logprobs for part in parts]),
+        )
+
     def trim(self: RolloutLike) -> RolloutLike:
         """Cut padding that no row of this batch needs, in prompts and in every response-shaped tensor."""
+        if len(self) == 0:
+            return self
         width = int(self.prompts.lengths.max())
         response = int(self.lengths.max())
         changes: dict[str, Any] = {"prompts": replace(self.prompts, ids=self.prompts.ids[:, -width:])}
@@ -141,3 +176,10 @@ class Experience(Rollout):
 
 
 RolloutLike = TypeVar("RolloutLike", bound=Rollout)
+
+
+def _stack(parts: list[Tensor], *, left: bool = False) -> Tensor:
+    """Stack (b, w) tensors of several widths into one, padded with 0 on one side."""
+    width = max(part.shape[1] for part in parts)
+    pads = [(width - part.shape[1], 0) if left else (0, width - part.shape[1]) for part in parts]
+    return torch.cat([torch.nn.functional.pad(part, pad) for part, pad in zip(parts, pads, strict=True)])

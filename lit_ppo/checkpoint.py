@@ -1,0 +1,224 @@
+"""What a checkpoint holds beside weights and optimizer, and how a run is picked up from it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lit_ppo.roles.build import saved_names
+from lit_ppo.roles.loading import fingerprint
+
+if TYPE_CHECKING:
+    from lit_ppo.module import PPOLightningModule
+
+ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+
+
+def save_hyperparameters(module: PPOLightningModule, reward: Any) -> None:
+    """Store the module's arguments as plain data, so that `load_from_checkpoint` can build it again.
+
+    What is no plain data (a model or function made on the spot) is stored as None and has to be passed again.
+    """
+    arguments = {
+        **module.sources,
+        "reward": reward,
+        "tokenizer": module._tokenizer,
+        "layout": module.layout,
+        "lora": module.lora,
+        "sampling": module.sampling_config,
+        "eval_sampling": module.eval_sampling_config,
+        "ppo": module.ppo,
+        "optim": module.optim,
+        "seed": module.seed,
+    }
+    module.save_hyperparameters({name: plain(value) for name, value in arguments.items()})
+
+
+def plain(value: Any) -> Any:
+    """Return a value as strings, numbers, lists and dicts; functions as their import path; the rest as None."""
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {k: plain(v) for k, v in asdict(value).items()}
+    if isinstance(value, (list, tuple)):
+        items = [plain(v) for v in value]
+        return None if any(i is None and v is not None for i, v in zip(items, value, strict=True)) else items
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    name, home = getattr(value, "__qualname__", "<"), getattr(value, "__module__", "__main__")
+    importable = callable(value) and "<" not in name and home not in ("__main__", None)
+    return f"{home}.{name}" if importable and not isinstance(value, nn.Module) else None
+
+
+def state(module: PPOLightningModule) -> dict[str, Any]:
+    """Return everything that Lightning does not save by itself."""
+    return {
+        "iteration": module.iteration,
+        "episodes": module.episodes,
+        "kl": module.kl.state_dict(),
+        "score_scale": module.score_scale.state_dict(),
+        "nonfinite_in_a_row": module.nonfinite_in_a_row,
+        "skipped_steps": module.skipped_steps,
+        "fingerprints": module.fingerprints,
+        "architecture": architecture(module),
+        "rng": gather(rng_state()),
+    }
+
+
+def restore(module: PPOLightningModule, ckpt: dict[str, Any]) -> None:
+    """Take back what `state` returned.
+
+    Raises:
+        ValueError: The checkpoint is of another module, or of other models.
+    """
+    saved = ckpt.get("lit_ppo")
+    if saved is None:
+        raise ValueError(
+            "This checkpoint was not written by PPOLightningModule (it has no `lit_ppo` entry). To start from its "
+            "weights, export them to a folder and pass that as `actor`."
+        )
+    here = architecture(module)
+    for role, theirs in saved["architecture"].items():
+        if here.get(role) != theirs:
+            raise ValueError(
+                f"This checkpoint's `{role}` is {describe(theirs)}, and this module's is {describe(here.get(role))}. "
+                "Use the configuration that the checkpoint was trained with."
+            )
+    for name, theirs in saved["fingerprints"].items():
+        ours = module.fingerprints.get(name)
+        if ours is not None and ours != theirs:
+            raise ValueError(
+                f"The frozen `{name}` is not the one that this checkpoint was trained with (its weights have changed: "
+                f"{theirs} then, {ours} now). Restore the original weights at its source."
+            )
+    module.iteration, module.episodes = saved["iteration"], saved["episodes"]
+    module.kl.load_state_dict(saved["kl"])
+    module.score_scale.load_state_dict(saved["score_scale"])
+    module.nonfinite_in_a_row, module.skipped_steps = saved["nonfinite_in_a_row"], saved["skipped_steps"]
+    module.cache["rng"] = saved["rng"]
+
+
+def restore_rng(module: PPOLightningModule) -> None:
+    """Set this rank's random states from a loaded checkpoint, if there is one.
+
+    PPO's own randomness is counter-based; this is for reward functions and other people's callbacks.
+    """
+    states = module.cache.pop("rng", None)
+    if states is not None and module.global_rank < len(states):
+        set_rng_state(states[module.global_rank])
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of Python's, numpy's and torch's generators as plain data."""
+    name, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
+    return {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(states: dict[str, Any]) -> None:
+    """Take back what `rng_state` returned."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"].cpu())
+    if states["cuda"] and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([s.cpu() for s in states["cuda"]])
+
+
+def gather(value: Any) -> list[Any]:
+    """Return every rank's value, in the order of ranks."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def architecture(module: PPOLightningModule) -> dict[str, dict[str, Any]]:
+    """Return what tells models apart, for the roles that are saved."""
+    views = {"actor": module.views.actor, "critic": module.views.critic}
+    return {
+        role: {
+            **{key: getattr(view.store.base.config.get_text_config(), key, None) for key in ARCHITECTURE},
+            "adapter": view.adapter,
+            "lora_rank": None if module.lora is None else module.lora.r,
+        }
+        for role, view in views.items()
+        if view is not None
+    }
+
+
+def describe(arch: dict[str, Any] | None) -> str:
+    """Say what `architecture` returned of one role."""
+    if arch is None:
+        return "absent"
+    adapter = f" with a LoRA adapter of rank {arch['lora_rank']}" if arch["adapter"] else ""
+    return (
+        f"a {arch['model_type']} of {arch['num_hidden_layers']} layers, hidden size {arch['hidden_size']}, "
+        f"vocabulary {arch['vocab_size']}{adapter}"
+    )
+
+
+def fingerprints(module: PPOLightningModule) -> dict[str, str]:
+    """Fingerprint the frozen weights that a checkpoint leaves out: the reference, and trunks under adapters."""
+    found = {}
+    for role, view in (("actor", module.views.actor), ("reference", module.views.reference)):
+        if view is None or (role == "reference" and view.store is module.views.actor.store):
+            continue
+        left_out = set(view.store.state_dict()) if role == "reference" else None
+        if left_out is None:
+            left_out = set(view.store.state_dict()) - saved_names(view.store)
+        named = [(n, p) for n, p in view.store.named_parameters() if n in left_out]
+        if named:
+            found["reference" if role == "reference" else "actor's trunk"] = fingerprint(named)
+    return found
+
+
+def keep_trained(module: PPOLightningModule, full: dict[str, Any]) -> dict[str, Any]:
+    """Drop what is never trained from a state dict of the whole module."""
+    if module.views is None:
+        return full
+    kept = {f"{name}.{key}" for name, store in stores(module).items() for key in saved_names(store)}
+    for key in [k for k in full if k not in kept]:
+        del full[key]
+    return full
+
+
+def stores(module: PPOLightningModule) -> dict[str, Any]:
+    """Return the registered parameter stores by attribute name."""
+    return {name: getattr(module, name) for name in ("actor", "critic") if hasattr(module, name)}
+
+
+def check_keys(module: PPOLightningModule, given: dict[str, Any]) -> None:
+    """Check that a state dict holds exactly what is trained, in the same shapes.
+
+    Raises:
+        RuntimeError: It does not.
+    """
+    expected = module.state_dict()
+    missing, foreign = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+    shapes = [
+        f"{key} {tuple(given[key].shape)} for {tuple(expected[key].shape)}"
+        for key in expected.keys() & given.keys()
+        if given[key].shape != expected[key].shape
+    ]
+    if missing or foreign or shapes:
+        parts = [
+            f"{what}: {', '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
+            for what, keys in (("missing", missing), ("not of this model", foreign), ("of another shape", shapes))
+            if keys
+        ]
+        raise RuntimeError(
+            f"This checkpoint is of another model; {'; '.join(parts)}. Use the configuration it was trained with."
+        )

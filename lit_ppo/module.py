@@ -1,0 +1,620 @@
+"""PPO for language models as a LightningModule. Read `training_step` first: rollout -> score -> update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lit_ppo import checkpoint, preflight, summary
+from lit_ppo.algo.advantages import estimate
+from lit_ppo.algo.controllers import AdaptiveKL, FixedKL, RunningStd
+from lit_ppo.algo.kl import kl_estimate
+from lit_ppo.algo.losses import aggregate, policy_loss, value_loss
+from lit_ppo.algo.masked import whiten
+from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.experience import Experience, Prompts, Rollout
+from lit_ppo.memory.retry import OOMPolicy
+from lit_ppo.metrics import Means
+from lit_ppo.optim import MasterAdamW, schedule
+from lit_ppo.rewards import Scores, build_rewards
+from lit_ppo.roles.build import Roles, build_roles
+from lit_ppo.rollout.base import PREDICT, TEST, TRAIN, VALIDATE, Draw, Sampling
+from lit_ppo.rollout.hf import HFEngine
+
+NONFINITE_LIMIT = 3
+"""So many updates with a non-finite gradient in a row stop the run."""
+
+
+class PPOLightningModule(LightningModule):
+    """Proximal policy optimization of a causal language model from a reward.
+
+    One batch of prompts is one PPO iteration: responses are sampled, scored, and trained on for `ppo.epochs` passes of
+    `ppo.minibatches` optimizer steps. Lightning's `global_step` counts these steps; loggers count iterations.
+
+    Args:
+        actor: The policy: a folder, a Hugging Face id, a `RoleConfig`, or a transformers model.
+        reward: What is maximised: a Python function (or its import path), a sequence-classification model (path, id or
+            module), a `RewardConfig`, or a list of these. See `lit_ppo.rewards`.
+        critic: The value model. None: starts from the reward model if that has the actor's architecture, else from the
+            actor with a head that outputs 0.
+        reference: What the KL is measured against. None: the actor as it starts.
+        tokenizer: The policy's tokenizer or where it is. None: beside the actor.
+        layout: "separate", or "shared": policy, value and reference on one frozen trunk, by adapters (needs `lora`).
+        lora: Train adapters instead of the whole model.
+        sampling: How training responses are sampled.
+        eval_sampling: How validation, test and predict sample. None: as `sampling`, one sample a prompt at temperature
+            0.01.
+        ppo: The algorithm.
+        optim: Learning rates, Adam and the schedule.
+        seed: Of the sampling noise, the order of minibatches and fresh weights.
+
+    Raises:
+        ValueError: An option that cannot work. Everything that can be checked without a weight is checked in `setup`,
+            before any is loaded.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lit_ppo import PPOLightningModule, PromptDataModule
+        >>> def brevity(responses, **_):
+        ...     return [-len(r) for r in responses]
+        >>> module = PPOLightningModule(actor="my-model", reward=brevity)
+        >>> Trainer(max_epochs=1).fit(module, PromptDataModule("prompts.jsonl"))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        actor: str | RoleConfig | nn.Module,
+        reward: str | RewardConfig | nn.Module | Callable[..., Any] | list[str | RewardConfig] | None = None,
+        critic: str | RoleConfig | nn.Module | None = None,
+        reference: str | RoleConfig | nn.Module | None = None,
+        tokenizer: Any = None,
+        layout: str = "separate",
+        lora: LoRAConfig | None = None,
+        sampling: SamplingConfig | None = None,
+        eval_sampling: SamplingConfig | None = None,
+        ppo: PPOConfig | None = None,
+        optim: OptimConfig | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.sampling_config = from_dict(SamplingConfig, sampling)
+        self.eval_sampling_config = preflight.eval_sampling(self.sampling_config, eval_sampling)
+        self.ppo = from_dict(PPOConfig, ppo)
+        self.optim = from_dict(OptimConfig, optim)
+        self.lora = None if lora is None else from_dict(LoRAConfig, lora)
+        self.layout, self.seed = layout, seed
+        preflight.check_options(self.sampling_config, self.ppo, layout, self.lora)
+        # Plain attributes: a registered submodule would be saved, moved and counted as part of what is trained.
+        object.__setattr__(self, "sources", {"actor": actor, "critic": critic, "reference": reference})
+        object.__setattr__(self, "_tokenizer", tokenizer)
+        object.__setattr__(self, "rewards", None if reward is None else build_rewards(reward))
+        object.__setattr__(self, "views", None)
+        self.cache: dict[str, Any] = {}  # what was looked up once
+        checkpoint.save_hyperparameters(self, reward)
+
+        self.iteration = 0
+        self.episodes = 0
+        self.kl = (
+            AdaptiveKL(self.ppo.kl_coef, self.ppo.kl_target, self.ppo.kl_horizon)
+            if self.ppo.kl_target is not None
+            else FixedKL(self.ppo.kl_coef)
+        )
+        self.score_scale = RunningStd()
+        self.oom_policy = OOMPolicy()
+        self.means = Means()
+        self.eval_means = Means()
+        self.nonfinite_in_a_row = 0
+        self.skipped_steps = 0
+        self.updated = False
+        self.fingerprints: dict[str, str] = {}
+
+        # The protocol that callbacks read (lit_ppo.callbacks); any module may offer the same.
+        self.phase: str | None = None
+        self.phase_listeners: list[Callable[[str | None], None]] = []
+        self.role_transforms: list[Callable[[str, nn.Module], nn.Module]] = []
+        self.role_load_kwargs: dict[str, dict[str, Any]] = {}
+        self.samples: list[dict[str, Any]] = []
+        self._iteration_end: float | None = None
+
+    # ------------------------------------------------------------------------------------------ one PPO iteration
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Run one PPO iteration on a batch of prompts."""
+        start = time.perf_counter()
+        self.means = Means()
+        if self._iteration_end is not None:
+            self.means.add("time/idle", start - self._iteration_end, 1)
+        prompts = preflight.as_prompts(batch, self).repeat(self.sampling.samples_per_prompt)
+        with self.in_phase("rollout"):
+            rollout = self.generate(prompts, self.sampling, TRAIN, self.iteration)
+        with self.in_phase("score"):
+            experience = self.score(rollout)
+        with self.in_phase("update"):
+            self.update(experience)
+        self.end_iteration(experience)
+
+    @torch.no_grad()
+    def generate(self, prompts: Prompts, sampling: Sampling, stream: int, number: int) -> Rollout:
+        """Sample one response for each row of `prompts`, `ppo.rollout_batch_size` at a time.
+
+        Args:
+            prompts: B rows.
+            sampling: Options.
+            stream: Which noise: training's, or one of the evaluations'.
+            number: Of the iteration, or of the batch of an evaluation.
+        """
+        self.set_mode(train=False)
+        draw = Draw(seed=self.seed, iteration=number, stream=stream)
+        self.engine.wake()
+        parts = self.oom_policy.run_chunks(
+            "rollout",
+            len(prompts),
+            self.ppo.rollout_batch_size,
+            lambda start, stop: self.engine.generate(prompts.select(torch.arange(start, stop)), sampling, draw),
+            module=self,
+        )
+        self.engine.sleep()
+        return Rollout.cat(parts)
+
+    @torch.no_grad()
+    def score(self, rollout: Rollout) -> Experience:
+        """Give every response token its old log-prob, value, reward and advantage."""
+        self.set_mode(train=False)
+        ppo = self.ppo
+        scores = self.rewards.score(rollout, self.tokenizer)
+        old, values, ref = self.evaluate_roles(rollout)
+
+        mask = rollout.mask & scores.keep[:, None]
+        total = self.shape_scores(scores, rollout)
+        rewards = torch.zeros_like(old)
+        if ref is not None:
+            kl = kl_estimate(old, ref, ppo.kl_estimator, mask)
+            rewards = -self.kl.value * kl
+            self.means.add("objective/kl", kl.sum(), scores.keep.sum())
+            self.means.add_mean("objective/kl_token", kl, mask)
+        self.means.add("objective/non_score_reward", rewards[mask].sum(), scores.keep.sum())
+        rewards = rewards.scatter_add(1, rollout.lengths[:, None] - 1, total[:, None].to(rewards.dtype))
+        self.means.add("objective/rlhf_reward", rewards[mask].sum(), scores.keep.sum())
+        if ppo.whiten_rewards:
+            rewards = whiten(rewards, mask, self.reduce, keep_mean=True)
+
+        advantages, returns = estimate(
+            ppo.advantage,
+            rewards,
+            mask,
+            gamma=ppo.gamma,
+            lam=ppo.lam,
+            values=values,
+            bootstrap=self.value_at_cut(rollout) if ppo.bootstrap_truncated else None,
+            groups=rollout.prompts.index // self.sampling.samples_per_prompt,
+            whiten_advantages=ppo.whiten_advantages,
+            reduce=self.reduce,
+        )
+        summary.record(self, rollout, scores, total, old, values, returns, mask)
+        self.samples = summary.sample_rows(rollout, scores, self.tokenizer)
+        return Experience(
+            **vars(rollout),
+            old_logprobs=old,
+            advantages=advantages,
+            returns=returns,
+            values=values,
+            ref_logprobs=ref,
+            keep=scores.keep,
+        )
+
+    def update(self, experience: Experience) -> None:
+        """Train actor and critic on the batch: epochs x minibatches, one optimizer step each."""
+        self.set_mode(train=True)
+        self.updated = False
+        for epoch in range(self.ppo.epochs):
+            epoch_kl = Means()
+            for rows in self.minibatches(experience, epoch):
+                self.update_minibatch(experience.select(rows), epoch_kl)
+            if self.ppo.target_kl is not None and epoch_kl.compute(self.reduce).get("kl", 0.0) > self.ppo.target_kl:
+                break
+        self.set_mode(train=False)
+
+    def update_minibatch(self, minibatch: Experience, epoch_kl: Means) -> None:
+        """Take one optimizer step. The gradient does not depend on how the minibatch is cut into micro-batches."""
+        optimizer: Any = self.optimizers()
+        mask = minibatch.loss_mask
+        tokens, sequences = self.reduce(torch.stack([mask.sum(), mask.any(1).sum()]).to(self.device))
+        weights = [p for named in self.trained.values() for _, p in named]
+        size = self.ppo.micro_batch_size or len(minibatch)
+        optimizer.zero_grad()
+        for attempt in self.oom_policy.retry("update", size, module=self, parameters=weights):
+            with attempt:
+                stats = []
+                for micro in minibatch.batches(attempt.size):
+                    loss, micro_stats = self.loss(micro, tokens, sequences)
+                    self.manual_backward(loss * self.trainer.world_size)  # undoes the data-parallel mean
+                    stats.append(micro_stats)
+        optimizer.step()  # clips each role's gradient on the way: `on_before_optimizer_step`
+        if not self.updated and self.trains_actor:
+            ratios = [micro_stats["val/ratio"] for micro_stats in stats]
+            self.means.add("policy/ratio_first_step", sum(r for r, _ in ratios), sum(n for _, n in ratios))
+        self.updated = True
+        for micro_stats in stats:
+            for name, (total, count) in micro_stats.items():
+                self.means.add(name, total, count)
+            if "policy/approxkl_avg" in micro_stats:
+                epoch_kl.add("kl", *micro_stats["policy/approxkl_avg"])
+
+    def loss(
+        self, micro: Experience, tokens: Tensor, sequences: Tensor
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """Return a micro-batch's share of the minibatch's loss, and sums and counts for the metrics.
+
+        Args:
+            micro: b rows.
+            tokens: Response tokens of the global minibatch.
+            sequences: Its sequences.
+        """
+        ppo, mask = self.ppo, micro.loss_mask
+
+        def total(token_loss: Tensor) -> Tensor:
+            mode, width = ppo.loss_aggregation, self.sampling.max_new_tokens
+            return aggregate(token_loss, mask, mode, tokens=tokens, sequences=sequences, width=width)
+
+        loss = torch.zeros((), device=self.device)
+        stats: dict[str, tuple[Tensor, Tensor]] = {}
+        n = mask.sum()
+        if self.trains_actor:
+            logprobs, entropy = self.views.actor(micro, entropy=True, **self.tempering)
+            clip_high = ppo.clip if ppo.clip_high is None else ppo.clip_high
+            token_loss, s = policy_loss(
+                logprobs, micro.old_logprobs, micro.advantages, mask, ppo.clip, clip_high, ppo.dual_clip
+            )
+            loss = loss + total(token_loss)
+            if ppo.entropy_coef:
+                loss = loss - ppo.entropy_coef * total(entropy)
+            if ppo.kl_loss_coef:
+                loss = loss + ppo.kl_loss_coef * total(
+                    kl_estimate(logprobs, micro.ref_logprobs, ppo.kl_loss_estimator, mask)
+                )
+            stats = {
+                "loss/policy_avg": (token_loss.detach().sum(), n),
+                "policy/approxkl_avg": (s["approxkl"], n),
+                "policy/clipfrac_avg": (s["clipfrac"], n),
+                "policy/entropy_avg": (entropy.detach()[mask].sum(), n),
+                "val/ratio": (s["ratio"], n),
+                "val/ratio_sq": (s["ratio_sq"], n),
+            }
+            if ppo.dual_clip is not None:
+                stats["policy/dual_clipfrac_avg"] = (s["dual_clipfrac"], n)
+        if self.views.critic is not None:
+            values, _ = self.views.critic(micro)
+            token_loss, s = value_loss(values, micro.values, micro.returns, mask, ppo.value_clip)
+            loss = loss + ppo.vf_coef * total(token_loss)
+            stats |= {"loss/value_avg": (token_loss.detach().sum(), n), "val/clipfrac_avg": (s["clipfrac"], n)}
+        return loss, stats
+
+    # ---------------------------------------------------------------------------------------- parts of an iteration
+
+    def minibatches(self, rollout: Rollout, epoch: int) -> Iterator[Tensor]:
+        """Yield the local rows of each global minibatch: a fresh permutation every epoch, the same on any rank count.
+
+        The permutation is over the global batch; a rank takes what it holds of each minibatch.
+        """
+        index = rollout.prompts.index.cpu()
+        total = int(self.reduce(torch.tensor(len(rollout), device=self.device)))
+        size = -(-total // self.ppo.minibatches)
+        mixed = (self.seed * 1_000_003 + self.iteration) * 1_009 + epoch
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(mixed % 2**63))
+        place = torch.empty_like(order)
+        place[order] = torch.arange(total)
+        mine = place[index]
+        for start in range(0, total, size):
+            rows = ((mine >= start) & (mine < start + size)).nonzero()[:, 0]
+            yield rows[mine[rows].argsort()]
+
+    def evaluate_roles(self, rollout: Rollout) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run actor, critic and reference over the rollout, cut into the first epoch's micro-batches.
+
+        The cut is the update's own, so with equal batch sizes the first ratio is exactly 1.
+
+        Returns:
+            (B, R) float32 each, 0 off the mask: old log-probs; values or None; reference log-probs or None.
+        """
+        views, shape = self.views, rollout.ids.shape
+        size = self.ppo.score_batch_size or self.oom_policy.size("update", self.ppo.micro_batch_size or len(rollout))
+        for attempt in self.oom_policy.retry("score", size, module=self):
+            with attempt:
+                old, values, ref = (torch.zeros(shape, device=rollout.ids.device) for _ in range(3))
+                entropy_sum = torch.zeros((), device=rollout.ids.device)
+                for rows in self.minibatches(rollout, epoch=0):
+                    for part in rows.split(attempt.size):
+                        batch = rollout.select(part).trim()
+                        width = batch.ids.shape[1]
+                        old[part, :width], entropy = views.actor(batch, entropy=True, **self.tempering)
+                        entropy_sum += entropy.sum()
+                        if views.critic is not None:
+                            values[part, :width], _ = views.critic(batch)
+                        if views.reference is not None:
+                            ref[part, :width], _ = views.reference(batch, **self.tempering)
+        self.means.add("objective/entropy", entropy_sum, len(rollout))
+        return old, None if views.critic is None else values, None if views.reference is None else ref
+
+    def value_at_cut(self, rollout: Rollout) -> Tensor:
+        """(B,) float32: the critic's value after the last token of truncated responses, 0 for the others."""
+        size = self.oom_policy.size("score", self.ppo.score_batch_size or self.ppo.micro_batch_size or len(rollout))
+        padded = nn.functional.pad(rollout.ids, (0, 1))
+        longer = Rollout(rollout.prompts, padded, rollout.lengths + 1, rollout.stopped, padded.float())
+        values = torch.cat(
+            [self.views.critic(part)[0].gather(1, part.lengths[:, None] - 1) for part in longer.batches(size)]
+        )
+        return torch.where(rollout.stopped, 0.0, values[:, 0])
+
+    def shape_scores(self, scores: Scores, rollout: Rollout) -> Tensor:
+        """(B,) float32: the scores as trained on: scaled, clipped, less the penalty for a missing stop token."""
+        total = scores.total
+        if self.ppo.scale_scores:
+            self.score_scale.update(total[scores.keep], self.reduce)
+            total = total / self.score_scale.std
+        if self.ppo.score_clip is not None:
+            total = total.clamp(-self.ppo.score_clip, self.ppo.score_clip)
+        return torch.where(rollout.stopped, total, total - self.ppo.missing_eos_penalty)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Clip each role's gradient by its global norm; drop a step whose gradient is not finite.
+
+        Lightning calls this after unscaling, so it holds for every precision.
+        """
+        limit = float("inf") if self.ppo.max_grad_norm is None else self.ppo.max_grad_norm
+        finite = True
+        for role, parameters in self.trained.items():
+            with_grad = [p for _, p in parameters if p.grad is not None]
+            if with_grad:
+                norm = nn.utils.clip_grad_norm_(with_grad, limit)
+                finite = finite and bool(norm.isfinite())
+                self.means.add(f"optim/grad_norm_{role}", norm if norm.isfinite() else 0.0, float(norm.isfinite()))
+        self.means.add("optim/skipped_steps", float(not finite) * self.ppo.epochs * self.ppo.minibatches, 1)
+        if finite:
+            self.nonfinite_in_a_row = 0
+            return
+        optimizer.zero_grad(set_to_none=True)  # the step that follows then changes nothing
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            return  # the scaler looks for its scale by overflowing: not a fault
+        self.nonfinite_in_a_row += 1
+        self.skipped_steps += 1
+        preflight.report_nonfinite(self, NONFINITE_LIMIT)
+
+    def end_iteration(self, experience: Experience) -> None:
+        """Move schedule and KL controller, log every metric once, over all ranks."""
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        metrics = self.means.compute(self.reduce, self.reduce_max)
+        batch = int(self.reduce(torch.tensor(len(experience), device=self.device)))
+        self.episodes += batch
+        metrics["episode"] = float(self.episodes)
+        metrics["kl_coef"] = self.kl.value
+        if "objective/kl" in metrics:
+            self.kl.update(metrics["objective/kl"], batch)
+        summary.derive(metrics, self)
+        self.log_dict(metrics, batch_size=1)
+        self.iteration += 1
+        self._iteration_end = time.perf_counter()
+
+    # -------------------------------------------------------------------------------- validation, test, prediction
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Sample and score held-out prompts; logs `val/reward` for ModelCheckpoint and EarlyStopping."""
+        self.evaluate_batch(batch, batch_idx, VALIDATE)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Sample and score test prompts; logs `test/reward`."""
+        self.evaluate_batch(batch, batch_idx, TEST)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Any]]:
+        """Return one dict a prompt: `prompt`, `response`, `stopped`, and the prompt's other columns."""
+        with self.in_phase("rollout"):
+            prompts = preflight.as_prompts(batch, self).repeat(self.eval_sampling.samples_per_prompt)
+            rollout = self.generate(prompts, self.eval_sampling, PREDICT, batch_idx)
+        return summary.sample_rows(rollout, None, self.tokenizer, limit=None)
+
+    def evaluate_batch(self, batch: Any, batch_idx: int, stream: int) -> None:
+        """Sample and score a batch of prompts that is not trained on."""
+        prompts = preflight.as_prompts(batch, self).repeat(self.eval_sampling.samples_per_prompt)
+        with self.in_phase("rollout"):
+            rollout = self.generate(prompts, self.eval_sampling, stream, batch_idx)
+        with self.in_phase("score"), torch.no_grad():
+            scores = self.rewards.score(rollout, self.tokenizer)
+        summary.record_evaluation(self.eval_means, rollout, scores)
+        self.samples = summary.sample_rows(rollout, scores, self.tokenizer)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over all held-out prompts."""
+        self.log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the means over all test prompts."""
+        self.log_evaluation("test")
+
+    def log_evaluation(self, prefix: str) -> None:
+        """Log and forget the evaluation's means."""
+        metrics, self.eval_means = self.eval_means.compute(self.reduce), Means()
+        self.log_dict({f"{prefix}/{k}": v for k, v in metrics.items()}, batch_size=1, rank_zero_only=False)
+
+    # ------------------------------------------------------------------------------------------------ construction
+
+    def setup(self, stage: str) -> None:
+        """Check everything that can be checked before a weight is loaded."""
+        preflight.check_run(self, stage)
+
+    def configure_model(self) -> None:
+        """Load the models, once."""
+        if self.views is None:
+            plan = preflight.plan(self)
+            plan.transforms, plan.load_kwargs = self.role_transforms, self.role_load_kwargs
+            self.adopt(build_roles(plan, self.target_device))
+
+    def adopt(self, views: Roles) -> None:
+        """Take the models: what is trained as submodules, what is frozen as plain attributes."""
+        object.__setattr__(self, "views", views)
+        self.actor = views.actor.store
+        if views.critic is not None and views.critic.store is not views.actor.store:
+            self.critic = views.critic.store
+        object.__setattr__(self, "engine", HFEngine(views.actor))
+        self.fingerprints = checkpoint.fingerprints(self)
+
+    def configure_optimizers(self) -> Any:
+        """One AdamW with a group per role, so that `global_step` counts PPO updates; the schedule counts iterations."""
+        lrs = {"actor": self.optim.actor_lr, "critic": self.optim.critic_lr}
+        groups = [
+            {
+                "params": [p for _, p in named],
+                "lr": self.optim.actor_lr if lrs[role] is None else lrs[role],
+                "name": role,
+            }
+            for role, named in self.trained.items()
+        ]
+        optimizer = MasterAdamW(
+            groups, betas=self.optim.betas, eps=self.optim.eps, weight_decay=self.optim.weight_decay
+        )
+        scheduler = schedule(optimizer, self.optim, lambda: preflight.total_iterations(self))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "name": "lr"}}
+
+    def configure_callbacks(self) -> list[Any]:
+        """Show phase, tokens per second and reward on the progress bar."""
+        from lit_ppo.callbacks.progress import RolloutProgress
+
+        return [RolloutProgress()]
+
+    def place_frozen(self) -> None:
+        """Move what Lightning does not see (frozen roles, reward models) to where it computes."""
+        reference = self.views.reference
+        if reference is not None and reference.store is not self.views.actor.store:
+            config = self.sources["reference"]
+            device = config.device if isinstance(config, RoleConfig) and config.device else self.device
+            reference.store.to(device)
+        if self.rewards is not None:
+            self.rewards.load(self.device)
+
+    def on_fit_start(self) -> None:
+        """Place the frozen roles, check the heads, print the effective configuration."""
+        self.place_frozen()
+        with torch.no_grad():
+            self.actor.check_head("actor")
+        self.set_mode(train=True)  # what Lightning expects to find; every phase sets its own
+        summary.print_table(self)
+
+    def on_validation_start(self) -> None:
+        """Place the frozen roles, for a validation without a fit."""
+        self.place_frozen()
+
+    def on_test_start(self) -> None:
+        """Place the frozen roles."""
+        self.place_frozen()
+
+    # ------------------------------------------------------------------------------------------------- small things
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer, loaded when first used."""
+        if self._tokenizer is None or isinstance(self._tokenizer, str):
+            object.__setattr__(self, "_tokenizer", preflight.load_policy_tokenizer(self, self._tokenizer))
+        return self._tokenizer
+
+    @property
+    def sampling(self) -> Sampling:
+        """Training's sampling options as token ids."""
+        return preflight.resolved(self, self.sampling_config)
+
+    @property
+    def eval_sampling(self) -> Sampling:
+        """Evaluation's sampling options as token ids."""
+        return preflight.resolved(self, self.eval_sampling_config)
+
+    @property
+    def tempering(self) -> dict[str, Any]:
+        """What every log-prob is taken of: the distribution that is sampled from."""
+        return {"temperature": self.sampling.temperature, "suppress": self.sampling.suppress}
+
+    @property
+    def trained(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        """Named parameters of each optimizer group."""
+        return self.views.trained()
+
+    @property
+    def trains_actor(self) -> bool:
+        """False during the critic's warm-up."""
+        return self.iteration >= self.ppo.critic_warmup_iterations
+
+    @property
+    def roles(self) -> dict[str, nn.Module]:
+        """The models by role, for callbacks and reports; several roles may be views of one."""
+        return summary.role_modules(self)
+
+    @property
+    def target_device(self) -> torch.device:
+        """Where this rank computes: known from the trainer before Lightning moves anything."""
+        return self.trainer.strategy.root_device if self._trainer is not None else self.device
+
+    def reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """Sum a tensor over ranks."""
+        if self._trainer is None or self.trainer.world_size == 1:
+            return x
+        reduced: Any = self.trainer.strategy.reduce(x.to(self.device), reduce_op=op)
+        return reduced.to(x.device)  # type: ignore[no-any-return]
+
+    def reduce_max(self, x: Tensor) -> Tensor:
+        """Take the maximum of a tensor over ranks."""
+        return self.reduce(x, "max")
+
+    def set_mode(self, *, train: bool) -> None:
+        """Put the trained roles in train mode for the update (gradient checkpointing asks for it), else in eval mode."""
+        for view in (self.views.actor, self.views.critic):
+            if view is not None:
+                view.store.train(train)
+
+    @contextmanager
+    def in_phase(self, name: str) -> Iterator[None]:
+        """Time a phase, measure its peak memory, and tell listeners."""
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.phase = name
+        for listener in self.phase_listeners:
+            listener(name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if cuda:
+                torch.cuda.synchronize(self.device)
+                peak = torch.cuda.max_memory_allocated(self.device) / 2**30
+                self.means.add(f"memory/{name}_peak_gib", peak, 1)
+            self.means.add(f"time/{name}", time.perf_counter() - start, 1)
+            self.phase = None
+            for listener in self.phase_listeners:
+                listener(None)
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what is trained: with adapters, not the frozen trunk under them."""
+        return checkpoint.keep_trained(self, super().state_dict(*args, **kwargs))
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load what `state_dict` returned; anything missing or foreign is an error that says so."""
+        checkpoint.check_keys(self, state_dict)
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+    def on_save_checkpoint(self, ckpt: dict[str, Any]) -> None:
+        """Save counters, controllers, random states and the fingerprints of the frozen roles."""
+        ckpt["lit_ppo"] = checkpoint.state(self)
+
+    def on_load_checkpoint(self, ckpt: dict[str, Any]) -> None:
+        """Go on as if nothing had happened, or say why that is impossible."""
+        checkpoint.restore(self, ckpt)
+
+    def on_train_start(self) -> None:
+        """Put back the random states of a resumed run, after everything else has drawn."""
+        checkpoint.restore_rng(self)

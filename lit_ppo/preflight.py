@@ -1,0 +1,329 @@
+"""Everything that is checked before a weight is loaded, and what is derived from the configuration alone."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from lit_ppo.config import LoRAConfig, PPOConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.experience import Prompts
+from lit_ppo.roles.build import RolePlan, plan_roles
+from lit_ppo.roles.sources import context_length, load_tokenizer
+from lit_ppo.rollout.base import Sampling, resolve_sampling
+
+if TYPE_CHECKING:
+    from lit_ppo.module import PPOLightningModule
+
+NEAR_GREEDY = 0.01
+"""Temperature of validation where none is given."""
+
+
+def eval_sampling(train: SamplingConfig, given: SamplingConfig | dict[str, Any] | None) -> SamplingConfig:
+    """Return how evaluation samples: as given, or as training does, but near-greedy and once a prompt."""
+    if given is not None:
+        return from_dict(SamplingConfig, given)
+    return replace(train, temperature=NEAR_GREEDY, samples_per_prompt=1)
+
+
+def check_options(sampling: SamplingConfig, ppo: PPOConfig, layout: str, lora: LoRAConfig | None) -> None:
+    """Check pairs of options that live in different dataclasses.
+
+    Raises:
+        ValueError: They contradict each other.
+    """
+    if sampling.temperature == 0:
+        raise ValueError(
+            "`sampling.temperature=0` is greedy decoding: nothing is explored and every log-prob is 0 or -inf. "
+            "Train with a temperature above 0 (0.7 is usual); `eval_sampling` may be greedy."
+        )
+    if sampling.truncates:
+        rank_zero_warn(
+            "`sampling.top_k`, `top_p` or `min_p` draw from less than the whole vocabulary, while log-probs are those "
+            "of the whole: the measured KL is then biased and may be negative, and the first ratio is off-policy."
+        )
+    if ppo.advantage == "rloo" and sampling.samples_per_prompt < 2:
+        raise ValueError(
+            f'`ppo.advantage="rloo"` compares samples of the same prompt: `sampling.samples_per_prompt='
+            f"{sampling.samples_per_prompt}` must be at least 2."
+        )
+    if ppo.advantage == "grpo" and sampling.samples_per_prompt < 2:
+        rank_zero_warn(
+            '`ppo.advantage="grpo"` with `sampling.samples_per_prompt=1` has no group to compare with: the advantage is '
+            "the score itself. Use 4 to 16."
+        )
+    if layout == "shared" and lora is None:
+        raise ValueError('`layout="shared"` keeps policy and value as adapters on one trunk: give `lora` too.')
+
+
+def check_run(module: PPOLightningModule, stage: str) -> None:
+    """Check sources, tokenizer, lengths, batch arithmetic and the trainer's options; load no weights.
+
+    Args:
+        module: Attached to its trainer.
+        stage: fit, validate, test or predict.
+
+    Raises:
+        ValueError: What is wrong, and what to change.
+    """
+    trainer, ppo = module.trainer, module.ppo
+    if stage != "predict":
+        if module.rewards is None:
+            raise ValueError(f"`reward` is missing: `{stage}` needs at least one source of reward.")
+        module.rewards.check()
+    role_plan = plan(module)
+    vocab = role_plan.config.get_text_config().vocab_size
+    if len(module.tokenizer) > vocab:
+        raise ValueError(
+            f"`tokenizer` knows {len(module.tokenizer)} tokens and the actor {vocab}: ids above that would be out of "
+            "range. Use the actor's own tokenizer, or resize its embeddings first."
+        )
+    for config in (module.sampling_config, module.eval_sampling_config):
+        sampling = resolved(module, config)
+        if not sampling.stop.numel():
+            rank_zero_warn(
+                "The tokenizer has no EOS token and `sampling.stop_tokens` is not set: every response will run to "
+                f"`max_new_tokens={sampling.max_new_tokens}`."
+            )
+    longest = getattr(trainer.datamodule, "longest_prompt", None)  # type: ignore[attr-defined]
+    if longest is not None:
+        check_length(module, longest)
+    if stage != "fit":
+        return
+    batch = getattr(trainer.datamodule, "batch_size", None)  # type: ignore[attr-defined]
+    if isinstance(batch, int):
+        check_batch(module, batch * module.sampling_config.samples_per_prompt)
+    if module.optim.schedule != "constant" and module.optim.total_iterations is None and endless(trainer):
+        raise ValueError(
+            f'`optim.schedule="{module.optim.schedule}"` ends at the last iteration, but this fit has no end: '
+            "set `max_epochs` or `max_steps`, `optim.total_iterations`, or `schedule: constant`."
+        )
+    if trainer.log_every_n_steps == 50:  # Lightning's default, made for steps that take milliseconds
+        trainer.log_every_n_steps = 1
+    check_checkpoints(trainer, ppo)
+    check_writable(trainer.default_root_dir)
+
+
+def check_batch(module: PPOLightningModule, episodes: int) -> None:
+    """Check that the minibatches divide the batch.
+
+    Args:
+        module: Has the options.
+        episodes: Responses of an iteration, over all ranks.
+    """
+    n = module.ppo.minibatches
+    if episodes % n:
+        divisors = [d for d in range(1, episodes + 1) if episodes % d == 0 and d <= 2 * n]
+        raise ValueError(
+            f"`ppo.minibatches={n}` does not divide the {episodes} episodes of an iteration (prompts x "
+            f"`sampling.samples_per_prompt`). Use one of {divisors}, or another `batch_size`."
+        )
+
+
+def check_length(module: PPOLightningModule, longest: int) -> None:
+    """Check that a prompt and its response fit the actor's context.
+
+    Args:
+        module: Has the options.
+        longest: Tokens of the longest prompt.
+    """
+    context = context_length(plan(module).config.get_text_config())
+    new = max(module.sampling_config.max_new_tokens, module.eval_sampling_config.max_new_tokens)
+    if context is not None and longest + new > context:
+        raise ValueError(
+            f"A prompt of {longest} tokens and `sampling.max_new_tokens={new}` exceed the actor's context of {context} "
+            f"tokens. Set `max_prompt_length` of PromptDataModule to at most {max(context - new, 0)}, or lower "
+            "`max_new_tokens`."
+        )
+
+
+def endless(trainer: Any) -> bool:
+    """Whether neither `max_epochs` nor `max_steps` ends the fit."""
+    return trainer.max_steps == -1 and trainer.max_epochs in (None, -1)
+
+
+def total_iterations(module: PPOLightningModule) -> int:
+    """Return how many iterations the schedule spans: as configured, or as many as this fit will run."""
+    if module.optim.total_iterations is not None:
+        return module.optim.total_iterations
+    trainer, updates = module.trainer, module.ppo.epochs * module.ppo.minibatches
+    ends = []
+    if trainer.max_epochs not in (None, -1):
+        ends.append(trainer.max_epochs * trainer.num_training_batches)
+    if trainer.max_steps != -1:
+        ends.append(-(-trainer.max_steps // updates))
+    return max(1, int(min(ends)))
+
+
+def check_checkpoints(trainer: Any, ppo: PPOConfig) -> None:
+    """Refuse ModelCheckpoint triggers that would never, or not as meant, fire under manual optimization.
+
+    Lightning looks at them once a training_step, after all optimizer steps of the iteration.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    updates = ppo.epochs * ppo.minibatches
+    for callback in trainer.callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        every = callback._every_n_train_steps
+        if callback._train_time_interval is not None:
+            raise ValueError(
+                "`ModelCheckpoint(train_time_interval=...)` never fires under manual optimization. Use "
+                f"`every_n_train_steps` (a multiple of {updates}, the optimizer steps of an iteration) or `every_n_epochs`."
+            )
+        if every >= 1 and every % updates:
+            raise ValueError(
+                f"`ModelCheckpoint(every_n_train_steps={every})` is tested once an iteration, when `global_step` has "
+                f"moved by {updates} (`ppo.epochs` x `ppo.minibatches`): use a multiple of {updates}."
+            )
+        if every >= 1 and updates > 1 and ppo.target_kl is not None:
+            raise ValueError(
+                "`ppo.target_kl` makes the number of optimizer steps of an iteration vary, so that "
+                f"`ModelCheckpoint(every_n_train_steps={every})` would miss most of its turns. Use `every_n_epochs`, or "
+                "`monitor` a metric."
+            )
+
+
+def check_writable(folder: str) -> None:
+    """Check that checkpoints and logs can be written, before hours of training.
+
+    Raises:
+        OSError: They cannot.
+    """
+    if "://" in folder:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(b"0" * 65536)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"`default_root_dir={folder!r}` cannot be written: {error.strerror}. Checkpoints and logs would be lost; "
+            "choose another folder.",
+        ) from error
+
+
+def plan(module: PPOLightningModule) -> RolePlan:
+    """Return what will be loaded, checked once."""
+    if "plan" not in module.cache:
+        start = None
+        if module.rewards is not None:
+            sources = [getattr(r, "source", None) for r in module.rewards.rewards]
+            start = next((s for s in sources if isinstance(s, str)), None)
+        module.cache["plan"] = plan_roles(
+            **module.sources,
+            critic_start=start,
+            layout=module.layout,
+            lora=module.lora,
+            has_critic=module.ppo.has_critic,
+            has_reference=module.ppo.needs_reference,
+            seed=module.seed,
+        )
+    return module.cache["plan"]  # type: ignore[no-any-return]
+
+
+def load_policy_tokenizer(module: PPOLightningModule, given: Any) -> Any:
+    """Load the policy's tokenizer.
+
+    Args:
+        module: Knows the actor's source.
+        given: A path or id, or None: beside the actor.
+
+    Raises:
+        ValueError: There is none.
+    """
+    actor = plan(module).actor
+    if isinstance(given, str):
+        return load_tokenizer(given)
+    if isinstance(actor, nn.Module):
+        source = getattr(actor, "name_or_path", "")
+        if not source:
+            raise ValueError("`actor` is a model without a path, so its tokenizer is unknown: pass `tokenizer=`.")
+        return load_tokenizer(source)
+    assert isinstance(actor, RoleConfig)
+    assert actor.source is not None
+    return load_tokenizer(actor.source, trust_remote_code=actor.trust_remote_code, revision=actor.revision)
+
+
+def resolved(module: PPOLightningModule, config: SamplingConfig) -> Sampling:
+    """Return sampling options as token ids, looked up once."""
+    key = f"sampling {config}"
+    if key not in module.cache:
+        module.cache[key] = resolve_sampling(config, module.tokenizer, plan(module).config, generation_config(module))
+    return module.cache[key]  # type: ignore[no-any-return]
+
+
+def generation_config(module: PPOLightningModule) -> Any:
+    """Read the actor's generation config, which may name more stop tokens; None if it has none."""
+    from transformers import GenerationConfig
+
+    actor = plan(module).actor
+    if isinstance(actor, nn.Module):
+        return getattr(actor, "generation_config", None)
+    try:
+        return GenerationConfig.from_pretrained(actor.source, revision=actor.revision or "main")
+    except OSError:
+        return None
+
+
+def as_prompts(batch: Any, module: PPOLightningModule) -> Prompts:
+    """Accept what PromptDataModule yields, or rows and columns of strings from any other loader.
+
+    Args:
+        batch: `Prompts`; or a list of rows; or a dict of columns with `prompt` among them.
+        module: Has the tokenizer.
+
+    Raises:
+        TypeError: None of these.
+    """
+    from lit_ppo.data.encode import encode
+
+    if not isinstance(batch, Prompts):
+        if isinstance(batch, dict):
+            names = list(batch)
+            batch = [dict(zip(names, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        if not isinstance(batch, (list, tuple)):
+            raise TypeError(
+                f"A batch is a {type(batch).__name__}. Use PromptDataModule, or a loader that yields lists of prompts "
+                "or dicts of columns with `prompt` among them."
+            )
+        batch = encode(list(batch), module.tokenizer).to(module.device)
+    if len(batch):
+        check_length(module, int(batch.lengths.max()))
+    return batch
+
+
+def report_nonfinite(module: PPOLightningModule, limit: int) -> None:
+    """Warn of a dropped update; stop the run when `limit` in a row were.
+
+    Raises:
+        FloatingPointError: The limit is reached.
+    """
+    count, iteration = module.nonfinite_in_a_row, module.iteration
+    if count < limit:
+        rank_zero_warn(
+            f"The gradient of iteration {iteration} is not finite: this update is dropped ({count} in a row)."
+        )
+        return
+    bad = [
+        f"{role}.{name}"
+        for role, named in module.trained.items()
+        for name, parameter in named
+        if not parameter.isfinite().all()
+    ]
+    raise FloatingPointError(
+        f"{count} updates in a row had a gradient that is not finite; the run stops at iteration {iteration}, and its "
+        "last checkpoint is intact. "
+        + (f"Weights that are not finite: {', '.join(bad[:5])}. " if bad else "All weights are finite still. ")
+        + "Look at the last rewards and `policy/approxkl_avg`; lower `optim.actor_lr` or `ppo.max_grad_norm`, clip scores "
+        "(`ppo.score_clip`), or use float32."
+    )

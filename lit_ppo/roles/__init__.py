@@ -1,0 +1,1 @@
+"""The models of PPO: loading, adapters, log-probs and values of response tokens."""

@@ -1,0 +1,267 @@
+"""From configuration to the roles: which models are loaded, and which are views of another's weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_ppo.config import LAYOUTS, LoRAConfig, RoleConfig, choice, from_dict
+from lit_ppo.roles.adapters import POLICY, VALUE, add_adapters, is_adapter_parameter
+from lit_ppo.roles.loading import critic_from, disable_dropout, freeze, load_causal_lm, load_critic, resolve_dtype
+from lit_ppo.roles.model import RoleModel, RoleView
+from lit_ppo.roles.sources import model_config
+
+Source = str | RoleConfig | dict[str, Any] | nn.Module | None
+
+
+@dataclass
+class RolePlan:
+    """What will be loaded. Built and checked without touching a weight."""
+
+    actor: RoleConfig | nn.Module
+    critic: RoleConfig | nn.Module | None
+    """None: built from the actor, or not needed."""
+    reference: RoleConfig | nn.Module | None
+    """None: a copy of the actor's start, its trunk with adapters off, or not needed."""
+    layout: str
+    lora: LoRAConfig | None
+    has_critic: bool
+    has_reference: bool
+    config: Any
+    """The actor's transformers configuration."""
+    seed: int
+    transforms: list[Callable[[str, nn.Module], nn.Module]] = field(default_factory=list)
+    """Called with (role, model) right after each is created: freezing, quantizing, checkpointing."""
+    load_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Extra arguments of `from_pretrained` by role, such as a quantization config."""
+
+
+@dataclass
+class Roles:
+    """The models of one run."""
+
+    actor: RoleView
+    critic: RoleView | None
+    reference: RoleView | None
+
+    def trained(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        """Return the named parameters that each role's optimizer group holds."""
+        groups = {"actor": _trained(self.actor)}
+        if self.critic is not None:
+            groups["critic"] = _trained(self.critic)
+        return groups
+
+
+def plan_roles(
+    *,
+    actor: Source,
+    critic: Source,
+    reference: Source,
+    critic_start: str | None,
+    layout: str,
+    lora: LoRAConfig | None,
+    has_critic: bool,
+    has_reference: bool,
+    seed: int,
+) -> RolePlan:
+    """Check sources and their combination; read configurations only.
+
+    Args:
+        actor: Folder, hub id, RoleConfig or transformers model.
+        critic: The same, or None.
+        reference: The same, or None.
+        critic_start: Source of a reward model that the critic may start from, or None.
+        layout: "separate" or "shared".
+        lora: Adapters, or None for full fine-tuning.
+        has_critic: Whether the algorithm uses one.
+        has_reference: Whether the algorithm uses one.
+        seed: Of adapters and heads.
+
+    Raises:
+        ValueError: A source that does not exist, or options that contradict each other.
+    """
+    choice("", "layout", layout, LAYOUTS)
+    sources: dict[str, Any] = {
+        name: _source(name, value) for name, value in (("actor", actor), ("critic", critic), ("reference", reference))
+    }
+    if sources["actor"] is None or _sourceless(sources["actor"]):
+        raise ValueError("`actor` is missing: give a folder, a Hugging Face id, or a transformers model.")
+    for name in ("critic", "reference"):
+        if _sourceless(sources[name]):  # options alone: the same weights as the actor's, held differently
+            if not isinstance(sources["actor"], RoleConfig):
+                raise ValueError(
+                    f"`{name}` sets options but no `source`, and the actor is not a folder or id to share."
+                )
+            sources[name] = replace(sources[name], source=sources["actor"].source)
+    if layout == "shared":
+        if lora is None:
+            raise ValueError('`layout="shared"` keeps policy and value as adapters on one trunk: give `lora` too.')
+        for name in ("critic", "reference"):
+            if sources[name] is not None:
+                raise ValueError(
+                    f'`{name}` has a source of its own, but with `layout="shared"` it is a view of the actor\'s trunk. '
+                    f'Leave `{name}` out, or use `layout="separate"`.'
+                )
+    configs = {n: _read(n, s) for n, s in sources.items() if s is not None and _needed(n, has_critic, has_reference)}
+    config = configs["actor"]
+    for name, other in configs.items():
+        ours, theirs = config.get_text_config().vocab_size, other.get_text_config().vocab_size
+        if ours != theirs:
+            raise ValueError(
+                f"`{name}` has a vocabulary of {theirs} tokens and the actor one of {ours}: "
+                "they read the same token ids, so they must share a tokenizer."
+            )
+    if sources["critic"] is None and has_critic and layout == "separate" and critic_start is not None:
+        start = RoleConfig(source=critic_start)
+        if _same_backbone(config, _read("critic", start)):
+            sources["critic"] = start
+    return RolePlan(
+        actor=sources["actor"],
+        critic=sources["critic"],
+        reference=sources["reference"],
+        layout=layout,
+        lora=lora,
+        has_critic=has_critic,
+        has_reference=has_reference,
+        config=config,
+        seed=seed,
+    )
+
+
+def build_roles(plan: RolePlan, device: torch.device) -> Roles:
+    """Load the models on the CPU and return the roles as views of them.
+
+    Args:
+        plan: What to load.
+        device: Where they will compute; decides the dtypes that are left to `auto`.
+    """
+    full = plan.lora is None
+    actor_model = _load("actor", plan.actor, plan, device, trained=full)
+    reference: RoleView | None = None
+    if plan.has_reference and (plan.reference is not None or full):
+        if plan.reference is not None:
+            model = _load("reference", plan.reference, plan, device, trained=False)
+        elif isinstance(plan.actor, RoleConfig):
+            # The actor's own dtype: the KL of an untouched policy is then exactly 0.
+            model = _load("reference", replace(plan.actor, dtype=_name(actor_model.dtype)), plan, device, trained=False)
+        else:
+            model = _transform("reference", copy.deepcopy(actor_model), plan)
+        reference = RoleView(RoleModel(freeze(model)), "logprobs")
+
+    critic_model: Any = None
+    if plan.has_critic and plan.layout == "separate":
+        if plan.critic is not None:
+            critic_model = _load("critic", plan.critic, plan, device, trained=full)
+        elif isinstance(plan.actor, RoleConfig):
+            critic_model = _load("critic", plan.actor, plan, device, trained=full)
+        else:
+            critic_model = _transform("critic", critic_from(actor_model), plan)
+
+    actor_model = _transform("actor", actor_model, plan)
+    if plan.lora is None:
+        actor_model.requires_grad_(True)
+        store = RoleModel(actor_model)
+        critic = None if critic_model is None else RoleView(RoleModel(critic_model.requires_grad_(True)), "values")
+        return Roles(RoleView(store, "logprobs"), critic, reference)
+
+    shared = plan.layout == "shared" and plan.has_critic
+    head = None
+    if shared:
+        head = nn.Linear(actor_model.config.get_text_config().hidden_size, 1, bias=False)
+        nn.init.zeros_(head.weight)
+    adapted = add_adapters(actor_model, plan.lora, [POLICY, VALUE] if shared else [POLICY], plan.seed)
+    store = RoleModel(adapted, head)
+    if reference is None and plan.has_reference:
+        reference = RoleView(store, "logprobs", None)
+    critic = None
+    if shared:
+        critic = RoleView(store, "values", VALUE)
+    elif critic_model is not None:
+        critic_model.score.float()
+        wrapped = add_adapters(critic_model, plan.lora, [VALUE], plan.seed + 1)
+        wrapped.get_base_model().score.requires_grad_(True)
+        critic = RoleView(RoleModel(wrapped), "values", VALUE)
+    return Roles(RoleView(store, "logprobs", POLICY), critic, reference)
+
+
+def saved_names(store: RoleModel) -> set[str]:
+    """Return the names in a store's state dict that belong in a checkpoint: with adapters, not the frozen trunk."""
+    names = set(store.state_dict())
+    if hasattr(store.model, "peft_config"):
+        names = {n for n in names if "lora_" in n or n.startswith("value_head.") or n.endswith(".score.weight")}
+    return names
+
+
+def _trained(view: RoleView) -> list[tuple[str, nn.Parameter]]:
+    named = [(n, p) for n, p in view.store.named_parameters() if n in saved_names(view.store)]
+    if view.adapter is None:
+        return named
+    return [
+        (n, p)
+        for n, p in named
+        if is_adapter_parameter(n, view.adapter) or (view.output == "values" and "lora_" not in n)
+    ]
+
+
+def _source(name: str, value: Source) -> RoleConfig | nn.Module | None:
+    if value is None or isinstance(value, nn.Module):
+        return value
+    if isinstance(value, str):
+        return RoleConfig(source=value)
+    config = from_dict(RoleConfig, value)
+    if config.device is not None and name != "reference":
+        raise ValueError(
+            f"`{name}.device={config.device!r}`: only frozen roles are placed by hand. A trained role lives on the "
+            "rank's own device; choose it with `Trainer(devices=...)`."
+        )
+    return None if config == RoleConfig() else config
+
+
+def _sourceless(source: Any) -> bool:
+    return isinstance(source, RoleConfig) and source.source is None
+
+
+def _needed(name: str, has_critic: bool, has_reference: bool) -> bool:
+    return {"actor": True, "critic": has_critic, "reference": has_reference}[name]
+
+
+def _read(name: str, source: RoleConfig | nn.Module) -> Any:
+    if isinstance(source, RoleConfig):
+        return model_config(name, source)
+    config = getattr(source, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise ValueError(f"`{name}` is a {type(source).__name__} without a transformers `config`.")
+    return config
+
+
+def _same_backbone(a: Any, b: Any) -> bool:
+    keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+    return all(getattr(a, key, None) == getattr(b, key, None) for key in keys)
+
+
+def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: torch.device, *, trained: bool) -> Any:
+    if isinstance(source, nn.Module):  # used as it is, but without dropout
+        disable_dropout(source)
+        model: Any = source.eval()
+        return model if role == "actor" else _transform(role, model, plan)
+    dtype = resolve_dtype(source.dtype, trained=trained, device=device)
+    extra = plan.load_kwargs.get(role, {})
+    if role == "critic":
+        return _transform(role, load_critic(source, dtype, plan.seed, **extra), plan)
+    model = load_causal_lm(source, dtype, **extra)
+    return model if role == "actor" else _transform(role, model, plan)
+
+
+def _transform(role: str, model: Any, plan: RolePlan) -> Any:
+    for transform in plan.transforms:
+        model = transform(role, model)
+    return model
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,106 @@
+"""Log-probs of given tokens from hidden states, without ever holding (tokens, vocabulary) logits for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_ELEMENTS = 2**26
+"""Logits held at once: 256 MiB of float32, whatever the vocabulary."""
+
+NEVER = -1e30
+"""Logit of a suppressed token: its probability is exactly 0 and, unlike -inf, 0 * NEVER is not NaN."""
+
+
+def tempered_logits(logits: Tensor, temperature: float, suppress: Tensor | None) -> Tensor:
+    """Return the float32 logits that tokens are sampled from; the one definition that every log-prob uses.
+
+    Args:
+        logits: (..., V) of any float dtype.
+        temperature: Divides the logits; 0 (greedy decoding) leaves them as they are.
+        suppress: (S,) int64 ids that are never sampled, or None.
+    """
+    logits = logits.float()
+    if temperature not in (0, 1):
+        logits = logits / temperature
+    if suppress is not None and suppress.numel():
+        logits = logits.index_fill(-1, suppress.to(logits.device), NEVER)
+    return logits
+
+
+def token_logprobs(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Callable[[Tensor], Tensor],
+    *,
+    temperature: float = 1.0,
+    suppress: Tensor | None = None,
+    entropy: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of `targets`, and the entropy, with the head applied to a chunk of tokens at a time.
+
+    With more than one chunk, the backward computes each chunk's logits again rather than keep them, so the peak
+    depends on the chunk and not on the number of tokens.
+
+    Args:
+        hidden: (N, H) last hidden states at the positions that predict `targets`.
+        targets: (N,) int64.
+        head: Maps (n, H) to (n, V) logits.
+        temperature: As in `tempered_logits`.
+        suppress: As in `tempered_logits`.
+        entropy: Also return the entropy of each distribution.
+        chunk_elements: Logits held at once.
+
+    Returns:
+        (N,) float32 log-probs, and (N,) float32 entropies or None.
+    """
+
+    def run(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = tempered_logits(head(h), temperature, suppress)
+        total = logits.logsumexp(-1)
+        logprob = logits.gather(-1, t[:, None])[:, 0] - total
+        if not entropy:
+            return logprob, None
+        return logprob, total - (logits.sub(total[:, None]).exp() * logits).sum(-1)
+
+    n_vocab = head_width(head, hidden)
+    rows = max(1, chunk_elements // n_vocab)
+    if len(hidden) <= rows:
+        return run(hidden, targets)
+    parts = []
+    for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(run, h, t, use_reentrant=False))
+        else:
+            parts.append(run(h, t))
+    logprobs = torch.cat([p[0] for p in parts])
+    return logprobs, torch.cat([p[1] for p in parts]) if entropy else None
+
+
+def head_width(head: Callable[[Tensor], Tensor], hidden: Tensor) -> int:
+    """Return V, the number of logits of a head."""
+    features = getattr(head, "out_features", None)
+    if features is None:  # a wrapped head (an adapter, a quantized layer): ask it about one token
+        with torch.no_grad():
+            features = head(hidden[:1]).shape[-1] if len(hidden) else 1
+    return int(features)
+
+
+def values_from(hidden: Tensor, head: nn.Module) -> Tensor:
+    """Apply a scalar head in float32, whatever the trunk's dtype.
+
+    Args:
+        hidden: (N, H).
+        head: A linear layer with one output.
+
+    Returns:
+        (N,) float32 values.
+    """
+    weight, bias = head.weight, getattr(head, "bias", None)
+    with torch.autocast(hidden.device.type, enabled=False):
+        values = nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+    return values[:, 0]
