@@ -107,6 +107,19 @@ def _xor_shift(h: Tensor, by: int, scratch: Tensor) -> Tensor:
     return h.bitwise_xor_(scratch.bitwise_and_((1 << (32 - by)) - 1))
 
 
+def to_gumbel(bits: Tensor) -> Tensor:
+    """Turn uniform integers into Gumbel noise, finite for each of them: from -2.8 to 22.2.
+
+    Args:
+        bits: int32 in [0, 2^31), any shape.
+
+    Returns:
+        float32, the same shape.
+    """
+    minus_w = bits.float().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-(1 - 2.0**-24))
+    return minus_w.log1p_().neg_().log_().neg_()
+
+
 def gumbel(seed: int, iteration: int, index: Tensor, t: Tensor | int, vocab_size: int, *, stream: int = 0) -> Tensor:
     """Draw Gumbel noise: ``argmax(logits + gumbel)`` is a sample of ``softmax(logits)``.
 
@@ -121,6 +134,4 @@ def gumbel(seed: int, iteration: int, index: Tensor, t: Tensor | int, vocab_size
     Returns:
         (B, V) float32. A row does not depend on the other rows.
     """
-    bits = random_bits(row_keys(base_key(seed, iteration, stream), index, t), vocab_size)
-    minus_w = bits.float().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-(1 - 2.0**-24))
-    return minus_w.log1p_().neg_().log_().neg_()
+    return to_gumbel(random_bits(row_keys(base_key(seed, iteration, stream), index, t), vocab_size))
