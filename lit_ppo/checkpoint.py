@@ -15,12 +15,12 @@ from lit_ppo.roles.build import saved_names
 from lit_ppo.roles.loading import fingerprint
 
 if TYPE_CHECKING:
-    from lit_ppo.module import PPOLightningModule
+    from lit_ppo.harness import PPOHarness
 
 ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
-def save_hyperparameters(module: PPOLightningModule, reward: Any) -> None:
+def save_hyperparameters(module: PPOHarness, reward: Any) -> None:
     """Store the module's arguments as plain data, so that `load_from_checkpoint` can build it again.
 
     What is no plain data (a model or function made on the spot) is stored as None and has to be passed again.
@@ -56,7 +56,7 @@ def plain(value: Any) -> Any:
     return f"{home}.{name}" if importable and not isinstance(value, nn.Module) else None
 
 
-def state(module: PPOLightningModule) -> dict[str, Any]:
+def state(module: PPOHarness) -> dict[str, Any]:
     """Return everything that Lightning does not save by itself."""
     return {
         "iteration": module.iteration,
@@ -64,14 +64,13 @@ def state(module: PPOLightningModule) -> dict[str, Any]:
         "kl": module.kl.state_dict(),
         "score_scale": module.score_scale.state_dict(),
         "nonfinite_in_a_row": module.nonfinite_in_a_row,
-        "skipped_steps": module.skipped_steps,
         "fingerprints": module.fingerprints,
         "architecture": architecture(module),
         "rng": gather(rng_state()),
     }
 
 
-def restore(module: PPOLightningModule, ckpt: dict[str, Any]) -> None:
+def restore(module: PPOHarness, ckpt: dict[str, Any]) -> None:
     """Take back what `state` returned.
 
     Raises:
@@ -100,11 +99,11 @@ def restore(module: PPOLightningModule, ckpt: dict[str, Any]) -> None:
     module.iteration, module.episodes = saved["iteration"], saved["episodes"]
     module.kl.load_state_dict(saved["kl"])
     module.score_scale.load_state_dict(saved["score_scale"])
-    module.nonfinite_in_a_row, module.skipped_steps = saved["nonfinite_in_a_row"], saved["skipped_steps"]
+    module.nonfinite_in_a_row = saved["nonfinite_in_a_row"]
     module.cache["rng"] = saved["rng"]
 
 
-def restore_rng(module: PPOLightningModule) -> None:
+def restore_rng(module: PPOHarness) -> None:
     """Set this rank's random states from a loaded checkpoint, if there is one.
 
     PPO's own randomness is counter-based; this is for reward functions and other people's callbacks.
@@ -145,7 +144,7 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def architecture(module: PPOLightningModule) -> dict[str, dict[str, Any]]:
+def architecture(module: PPOHarness) -> dict[str, dict[str, Any]]:
     """Return what tells models apart, for the roles that are saved."""
     views = {"actor": module.views.actor, "critic": module.views.critic}
     return {
@@ -170,7 +169,7 @@ def describe(arch: dict[str, Any] | None) -> str:
     )
 
 
-def fingerprints(module: PPOLightningModule) -> dict[str, str]:
+def fingerprints(module: PPOHarness) -> dict[str, str]:
     """Fingerprint the frozen weights that a checkpoint leaves out: the reference, and trunks under adapters."""
     found = {}
     for role, view in (("actor", module.views.actor), ("reference", module.views.reference)):
@@ -185,7 +184,7 @@ def fingerprints(module: PPOLightningModule) -> dict[str, str]:
     return found
 
 
-def keep_trained(module: PPOLightningModule, full: dict[str, Any]) -> dict[str, Any]:
+def keep_trained(module: PPOHarness, full: dict[str, Any]) -> dict[str, Any]:
     """Drop what is never trained from a state dict of the whole module."""
     if module.views is None:
         return full
@@ -195,12 +194,12 @@ def keep_trained(module: PPOLightningModule, full: dict[str, Any]) -> dict[str, 
     return full
 
 
-def stores(module: PPOLightningModule) -> dict[str, Any]:
+def stores(module: PPOHarness) -> dict[str, Any]:
     """Return the registered parameter stores by attribute name."""
     return {name: getattr(module, name) for name in ("actor", "critic") if hasattr(module, name)}
 
 
-def check_keys(module: PPOLightningModule, given: dict[str, Any]) -> None:
+def check_keys(module: PPOHarness, given: dict[str, Any]) -> None:
     """Check that a state dict holds exactly what is trained, in the same shapes.
 
     Raises:

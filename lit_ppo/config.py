@@ -165,7 +165,7 @@ class RewardConfig:
     """One source of reward; several add up with their weights and are logged apart."""
 
     source: str = ""
-    """A sequence-classification model (folder or id), or the import path of a Python function: `package.module.name`."""
+    """A sequence-classification model (folder or id), or the import path of a function: `package.module.name`."""
     weight: float = 1.0
     """Its factor in the sum."""
     name: str | None = None
@@ -177,9 +177,9 @@ class RewardConfig:
     timeout: float | None = None
     """Seconds that a function may take for a batch before the run stops. It then runs in a thread. None: no limit."""
     max_length: int | None = None
-    """Longest input of a reward model, in its own tokens; longer ones lose the start of the prompt. None: its context."""
+    """Longest input of a reward model, in its own tokens; longer ones lose the prompt's start. None: its context."""
     use_chat_template: bool | None = None
-    """Rebuild chats with the reward model's own template. None: when the prompt is a chat and the model has a template."""
+    """Rebuild chats with the reward model's own template. None: if the prompt is a chat and the model has one."""
     dtype: str = "auto"
     """As in RoleConfig."""
     attn_implementation: str | None = None

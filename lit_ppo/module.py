@@ -3,61 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_ppo import checkpoint, preflight, summary
+from lit_ppo import preflight, summary
 from lit_ppo.algo.advantages import estimate
-from lit_ppo.algo.controllers import AdaptiveKL, FixedKL, RunningStd
 from lit_ppo.algo.kl import kl_estimate
 from lit_ppo.algo.losses import aggregate, policy_loss, value_loss
 from lit_ppo.algo.masked import whiten
-from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, RoleConfig, SamplingConfig, from_dict
 from lit_ppo.experience import Experience, Prompts, Rollout
-from lit_ppo.memory.retry import OOMPolicy
+from lit_ppo.harness import PPOHarness
 from lit_ppo.metrics import Means
-from lit_ppo.optim import MasterAdamW, schedule
-from lit_ppo.rewards import Scores, build_rewards
-from lit_ppo.roles.build import Roles, build_roles
+from lit_ppo.rewards import Scores
 from lit_ppo.rollout.base import PREDICT, TEST, TRAIN, VALIDATE, Draw, Sampling
-from lit_ppo.rollout.hf import HFEngine
 
 NONFINITE_LIMIT = 3
 """So many updates with a non-finite gradient in a row stop the run."""
 
 
-class PPOLightningModule(LightningModule):
+class PPOLightningModule(PPOHarness):
     """Proximal policy optimization of a causal language model from a reward.
 
     One batch of prompts is one PPO iteration: responses are sampled, scored, and trained on for `ppo.epochs` passes of
     `ppo.minibatches` optimizer steps. Lightning's `global_step` counts these steps; loggers count iterations.
-
-    Args:
-        actor: The policy: a folder, a Hugging Face id, a `RoleConfig`, or a transformers model.
-        reward: What is maximised: a Python function (or its import path), a sequence-classification model (path, id or
-            module), a `RewardConfig`, or a list of these. See `lit_ppo.rewards`.
-        critic: The value model. None: starts from the reward model if that has the actor's architecture, else from the
-            actor with a head that outputs 0.
-        reference: What the KL is measured against. None: the actor as it starts.
-        tokenizer: The policy's tokenizer or where it is. None: beside the actor.
-        layout: "separate", or "shared": policy, value and reference on one frozen trunk, by adapters (needs `lora`).
-        lora: Train adapters instead of the whole model.
-        sampling: How training responses are sampled.
-        eval_sampling: How validation, test and predict sample. None: as `sampling`, one sample a prompt at temperature
-            0.01.
-        ppo: The algorithm.
-        optim: Learning rates, Adam and the schedule.
-        seed: Of the sampling noise, the order of minibatches and fresh weights.
-
-    Raises:
-        ValueError: An option that cannot work. Everything that can be checked without a weight is checked in `setup`,
-            before any is loaded.
+    Arguments, construction and checkpoints are those of `PPOHarness`.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -67,62 +41,6 @@ class PPOLightningModule(LightningModule):
         >>> module = PPOLightningModule(actor="my-model", reward=brevity)
         >>> Trainer(max_epochs=1).fit(module, PromptDataModule("prompts.jsonl"))  # doctest: +SKIP
     """
-
-    def __init__(
-        self,
-        actor: str | RoleConfig | nn.Module,
-        reward: str | RewardConfig | nn.Module | Callable[..., Any] | list[str | RewardConfig] | None = None,
-        critic: str | RoleConfig | nn.Module | None = None,
-        reference: str | RoleConfig | nn.Module | None = None,
-        tokenizer: Any = None,
-        layout: str = "separate",
-        lora: LoRAConfig | None = None,
-        sampling: SamplingConfig | None = None,
-        eval_sampling: SamplingConfig | None = None,
-        ppo: PPOConfig | None = None,
-        optim: OptimConfig | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.sampling_config = from_dict(SamplingConfig, sampling)
-        self.eval_sampling_config = preflight.eval_sampling(self.sampling_config, eval_sampling)
-        self.ppo = from_dict(PPOConfig, ppo)
-        self.optim = from_dict(OptimConfig, optim)
-        self.lora = None if lora is None else from_dict(LoRAConfig, lora)
-        self.layout, self.seed = layout, seed
-        preflight.check_options(self.sampling_config, self.ppo, layout, self.lora)
-        # Plain attributes: a registered submodule would be saved, moved and counted as part of what is trained.
-        object.__setattr__(self, "sources", {"actor": actor, "critic": critic, "reference": reference})
-        object.__setattr__(self, "_tokenizer", tokenizer)
-        object.__setattr__(self, "rewards", None if reward is None else build_rewards(reward))
-        object.__setattr__(self, "views", None)
-        self.cache: dict[str, Any] = {}  # what was looked up once
-        checkpoint.save_hyperparameters(self, reward)
-
-        self.iteration = 0
-        self.episodes = 0
-        self.kl = (
-            AdaptiveKL(self.ppo.kl_coef, self.ppo.kl_target, self.ppo.kl_horizon)
-            if self.ppo.kl_target is not None
-            else FixedKL(self.ppo.kl_coef)
-        )
-        self.score_scale = RunningStd()
-        self.oom_policy = OOMPolicy()
-        self.means = Means()
-        self.eval_means = Means()
-        self.nonfinite_in_a_row = 0
-        self.skipped_steps = 0
-        self.updated = False
-        self.fingerprints: dict[str, str] = {}
-
-        # The protocol that callbacks read (lit_ppo.callbacks); any module may offer the same.
-        self.phase: str | None = None
-        self.phase_listeners: list[Callable[[str | None], None]] = []
-        self.role_transforms: list[Callable[[str, nn.Module], nn.Module]] = []
-        self.role_load_kwargs: dict[str, dict[str, Any]] = {}
-        self.samples: list[dict[str, Any]] = []
-        self._iteration_end: float | None = None
 
     # ------------------------------------------------------------------------------------------ one PPO iteration
 
@@ -213,7 +131,7 @@ class PPOLightningModule(LightningModule):
     def update(self, experience: Experience) -> None:
         """Train actor and critic on the batch: epochs x minibatches, one optimizer step each."""
         self.set_mode(train=True)
-        self.updated = False
+        self.updated, self.skipped_steps = False, 0
         for epoch in range(self.ppo.epochs):
             epoch_kl = Means()
             for rows in self.minibatches(experience, epoch):
@@ -306,14 +224,14 @@ class PPOLightningModule(LightningModule):
         """
         index = rollout.prompts.index.cpu()
         total = int(self.reduce(torch.tensor(len(rollout), device=self.device)))
-        size = -(-total // self.ppo.minibatches)
+        bounds = [total * i // self.ppo.minibatches for i in range(self.ppo.minibatches + 1)]
         mixed = (self.seed * 1_000_003 + self.iteration) * 1_009 + epoch
         order = torch.randperm(total, generator=torch.Generator().manual_seed(mixed % 2**63))
         place = torch.empty_like(order)
         place[order] = torch.arange(total)
         mine = place[index]
-        for start in range(0, total, size):
-            rows = ((mine >= start) & (mine < start + size)).nonzero()[:, 0]
+        for start, stop in pairwise(bounds):
+            rows = ((mine >= start) & (mine < stop)).nonzero()[:, 0]
             yield rows[mine[rows].argsort()]
 
     def evaluate_roles(self, rollout: Rollout) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -376,7 +294,6 @@ class PPOLightningModule(LightningModule):
                 norm = nn.utils.clip_grad_norm_(with_grad, limit)
                 finite = finite and bool(norm.isfinite())
                 self.means.add(f"optim/grad_norm_{role}", norm if norm.isfinite() else 0.0, float(norm.isfinite()))
-        self.means.add("optim/skipped_steps", float(not finite) * self.ppo.epochs * self.ppo.minibatches, 1)
         if finite:
             self.nonfinite_in_a_row = 0
             return
@@ -384,7 +301,7 @@ class PPOLightningModule(LightningModule):
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             return  # the scaler looks for its scale by overflowing: not a fault
         self.nonfinite_in_a_row += 1
-        self.skipped_steps += 1
+        self.skipped_steps += 1  # of this iteration
         preflight.report_nonfinite(self, NONFINITE_LIMIT)
 
     def end_iteration(self, experience: Experience) -> None:
@@ -395,6 +312,7 @@ class PPOLightningModule(LightningModule):
         self.episodes += batch
         metrics["episode"] = float(self.episodes)
         metrics["kl_coef"] = self.kl.value
+        metrics["optim/skipped_steps"] = float(self.skipped_steps)
         if "objective/kl" in metrics:
             self.kl.update(metrics["objective/kl"], batch)
         summary.derive(metrics, self)
@@ -441,180 +359,3 @@ class PPOLightningModule(LightningModule):
         """Log and forget the evaluation's means."""
         metrics, self.eval_means = self.eval_means.compute(self.reduce), Means()
         self.log_dict({f"{prefix}/{k}": v for k, v in metrics.items()}, batch_size=1, rank_zero_only=False)
-
-    # ------------------------------------------------------------------------------------------------ construction
-
-    def setup(self, stage: str) -> None:
-        """Check everything that can be checked before a weight is loaded."""
-        preflight.check_run(self, stage)
-
-    def configure_model(self) -> None:
-        """Load the models, once."""
-        if self.views is None:
-            plan = preflight.plan(self)
-            plan.transforms, plan.load_kwargs = self.role_transforms, self.role_load_kwargs
-            self.adopt(build_roles(plan, self.target_device))
-
-    def adopt(self, views: Roles) -> None:
-        """Take the models: what is trained as submodules, what is frozen as plain attributes."""
-        object.__setattr__(self, "views", views)
-        self.actor = views.actor.store
-        if views.critic is not None and views.critic.store is not views.actor.store:
-            self.critic = views.critic.store
-        object.__setattr__(self, "engine", HFEngine(views.actor))
-        self.fingerprints = checkpoint.fingerprints(self)
-
-    def configure_optimizers(self) -> Any:
-        """One AdamW with a group per role, so that `global_step` counts PPO updates; the schedule counts iterations."""
-        lrs = {"actor": self.optim.actor_lr, "critic": self.optim.critic_lr}
-        groups = [
-            {
-                "params": [p for _, p in named],
-                "lr": self.optim.actor_lr if lrs[role] is None else lrs[role],
-                "name": role,
-            }
-            for role, named in self.trained.items()
-        ]
-        optimizer = MasterAdamW(
-            groups, betas=self.optim.betas, eps=self.optim.eps, weight_decay=self.optim.weight_decay
-        )
-        scheduler = schedule(optimizer, self.optim, lambda: preflight.total_iterations(self))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "name": "lr"}}
-
-    def configure_callbacks(self) -> list[Any]:
-        """Show phase, tokens per second and reward on the progress bar."""
-        from lit_ppo.callbacks.progress import RolloutProgress
-
-        return [RolloutProgress()]
-
-    def place_frozen(self) -> None:
-        """Move what Lightning does not see (frozen roles, reward models) to where it computes."""
-        reference = self.views.reference
-        if reference is not None and reference.store is not self.views.actor.store:
-            config = self.sources["reference"]
-            device = config.device if isinstance(config, RoleConfig) and config.device else self.device
-            reference.store.to(device)
-        if self.rewards is not None:
-            self.rewards.load(self.device)
-
-    def on_fit_start(self) -> None:
-        """Place the frozen roles, check the heads, print the effective configuration."""
-        self.place_frozen()
-        with torch.no_grad():
-            self.actor.check_head("actor")
-        self.set_mode(train=True)  # what Lightning expects to find; every phase sets its own
-        summary.print_table(self)
-
-    def on_validation_start(self) -> None:
-        """Place the frozen roles, for a validation without a fit."""
-        self.place_frozen()
-
-    def on_test_start(self) -> None:
-        """Place the frozen roles."""
-        self.place_frozen()
-
-    # ------------------------------------------------------------------------------------------------- small things
-
-    @property
-    def tokenizer(self) -> Any:
-        """The policy's tokenizer, loaded when first used."""
-        if self._tokenizer is None or isinstance(self._tokenizer, str):
-            object.__setattr__(self, "_tokenizer", preflight.load_policy_tokenizer(self, self._tokenizer))
-        return self._tokenizer
-
-    @property
-    def sampling(self) -> Sampling:
-        """Training's sampling options as token ids."""
-        return preflight.resolved(self, self.sampling_config)
-
-    @property
-    def eval_sampling(self) -> Sampling:
-        """Evaluation's sampling options as token ids."""
-        return preflight.resolved(self, self.eval_sampling_config)
-
-    @property
-    def tempering(self) -> dict[str, Any]:
-        """What every log-prob is taken of: the distribution that is sampled from."""
-        return {"temperature": self.sampling.temperature, "suppress": self.sampling.suppress}
-
-    @property
-    def trained(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        """Named parameters of each optimizer group."""
-        return self.views.trained()
-
-    @property
-    def trains_actor(self) -> bool:
-        """False during the critic's warm-up."""
-        return self.iteration >= self.ppo.critic_warmup_iterations
-
-    @property
-    def roles(self) -> dict[str, nn.Module]:
-        """The models by role, for callbacks and reports; several roles may be views of one."""
-        return summary.role_modules(self)
-
-    @property
-    def target_device(self) -> torch.device:
-        """Where this rank computes: known from the trainer before Lightning moves anything."""
-        return self.trainer.strategy.root_device if self._trainer is not None else self.device
-
-    def reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Sum a tensor over ranks."""
-        if self._trainer is None or self.trainer.world_size == 1:
-            return x
-        reduced: Any = self.trainer.strategy.reduce(x.to(self.device), reduce_op=op)
-        return reduced.to(x.device)  # type: ignore[no-any-return]
-
-    def reduce_max(self, x: Tensor) -> Tensor:
-        """Take the maximum of a tensor over ranks."""
-        return self.reduce(x, "max")
-
-    def set_mode(self, *, train: bool) -> None:
-        """Put the trained roles in train mode for the update (gradient checkpointing asks for it), else in eval mode."""
-        for view in (self.views.actor, self.views.critic):
-            if view is not None:
-                view.store.train(train)
-
-    @contextmanager
-    def in_phase(self, name: str) -> Iterator[None]:
-        """Time a phase, measure its peak memory, and tell listeners."""
-        cuda = self.device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(self.device)
-        self.phase = name
-        for listener in self.phase_listeners:
-            listener(name)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if cuda:
-                torch.cuda.synchronize(self.device)
-                peak = torch.cuda.max_memory_allocated(self.device) / 2**30
-                self.means.add(f"memory/{name}_peak_gib", peak, 1)
-            self.means.add(f"time/{name}", time.perf_counter() - start, 1)
-            self.phase = None
-            for listener in self.phase_listeners:
-                listener(None)
-
-    # ------------------------------------------------------------------------------------------------- checkpoints
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what is trained: with adapters, not the frozen trunk under them."""
-        return checkpoint.keep_trained(self, super().state_dict(*args, **kwargs))
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict` returned; anything missing or foreign is an error that says so."""
-        checkpoint.check_keys(self, state_dict)
-        return super().load_state_dict(state_dict, strict=False, assign=assign)
-
-    def on_save_checkpoint(self, ckpt: dict[str, Any]) -> None:
-        """Save counters, controllers, random states and the fingerprints of the frozen roles."""
-        ckpt["lit_ppo"] = checkpoint.state(self)
-
-    def on_load_checkpoint(self, ckpt: dict[str, Any]) -> None:
-        """Go on as if nothing had happened, or say why that is impossible."""
-        checkpoint.restore(self, ckpt)
-
-    def on_train_start(self) -> None:
-        """Put back the random states of a resumed run, after everything else has drawn."""
-        checkpoint.restore_rng(self)

@@ -18,7 +18,7 @@ from lit_ppo.roles.sources import context_length, load_tokenizer
 from lit_ppo.rollout.base import Sampling, resolve_sampling
 
 if TYPE_CHECKING:
-    from lit_ppo.module import PPOLightningModule
+    from lit_ppo.harness import PPOHarness
 
 NEAR_GREEDY = 0.01
 """Temperature of validation where none is given."""
@@ -54,14 +54,14 @@ def check_options(sampling: SamplingConfig, ppo: PPOConfig, layout: str, lora: L
         )
     if ppo.advantage == "grpo" and sampling.samples_per_prompt < 2:
         rank_zero_warn(
-            '`ppo.advantage="grpo"` with `sampling.samples_per_prompt=1` has no group to compare with: the advantage is '
-            "the score itself. Use 4 to 16."
+            '`ppo.advantage="grpo"` with `sampling.samples_per_prompt=1` has no group to compare with: the advantage '
+            "is the score itself. Use 4 to 16."
         )
     if layout == "shared" and lora is None:
         raise ValueError('`layout="shared"` keeps policy and value as adapters on one trunk: give `lora` too.')
 
 
-def check_run(module: PPOLightningModule, stage: str) -> None:
+def check_run(module: PPOHarness, stage: str) -> None:
     """Check sources, tokenizer, lengths, batch arithmetic and the trainer's options; load no weights.
 
     Args:
@@ -109,7 +109,7 @@ def check_run(module: PPOLightningModule, stage: str) -> None:
     check_writable(trainer.default_root_dir)
 
 
-def check_batch(module: PPOLightningModule, episodes: int) -> None:
+def check_batch(module: PPOHarness, episodes: int) -> None:
     """Check that the minibatches divide the batch.
 
     Args:
@@ -125,7 +125,7 @@ def check_batch(module: PPOLightningModule, episodes: int) -> None:
         )
 
 
-def check_length(module: PPOLightningModule, longest: int) -> None:
+def check_length(module: PPOHarness, longest: int) -> None:
     """Check that a prompt and its response fit the actor's context.
 
     Args:
@@ -147,7 +147,7 @@ def endless(trainer: Any) -> bool:
     return trainer.max_steps == -1 and trainer.max_epochs in (None, -1)
 
 
-def total_iterations(module: PPOLightningModule) -> int:
+def total_iterations(module: PPOHarness) -> int:
     """Return how many iterations the schedule spans: as configured, or as many as this fit will run."""
     if module.optim.total_iterations is not None:
         return module.optim.total_iterations
@@ -175,7 +175,7 @@ def check_checkpoints(trainer: Any, ppo: PPOConfig) -> None:
         if callback._train_time_interval is not None:
             raise ValueError(
                 "`ModelCheckpoint(train_time_interval=...)` never fires under manual optimization. Use "
-                f"`every_n_train_steps` (a multiple of {updates}, the optimizer steps of an iteration) or `every_n_epochs`."
+                f"`every_n_train_steps` (a multiple of {updates}, an iteration's optimizer steps) or `every_n_epochs`."
             )
         if every >= 1 and every % updates:
             raise ValueError(
@@ -185,8 +185,8 @@ def check_checkpoints(trainer: Any, ppo: PPOConfig) -> None:
         if every >= 1 and updates > 1 and ppo.target_kl is not None:
             raise ValueError(
                 "`ppo.target_kl` makes the number of optimizer steps of an iteration vary, so that "
-                f"`ModelCheckpoint(every_n_train_steps={every})` would miss most of its turns. Use `every_n_epochs`, or "
-                "`monitor` a metric."
+                f"`ModelCheckpoint(every_n_train_steps={every})` would miss most of its turns. Use `every_n_epochs`, "
+                "or `monitor` a metric."
             )
 
 
@@ -212,7 +212,7 @@ def check_writable(folder: str) -> None:
         ) from error
 
 
-def plan(module: PPOLightningModule) -> RolePlan:
+def plan(module: PPOHarness) -> RolePlan:
     """Return what will be loaded, checked once."""
     if "plan" not in module.cache:
         start = None
@@ -231,7 +231,7 @@ def plan(module: PPOLightningModule) -> RolePlan:
     return module.cache["plan"]  # type: ignore[no-any-return]
 
 
-def load_policy_tokenizer(module: PPOLightningModule, given: Any) -> Any:
+def load_policy_tokenizer(module: PPOHarness, given: Any) -> Any:
     """Load the policy's tokenizer.
 
     Args:
@@ -254,7 +254,7 @@ def load_policy_tokenizer(module: PPOLightningModule, given: Any) -> Any:
     return load_tokenizer(actor.source, trust_remote_code=actor.trust_remote_code, revision=actor.revision)
 
 
-def resolved(module: PPOLightningModule, config: SamplingConfig) -> Sampling:
+def resolved(module: PPOHarness, config: SamplingConfig) -> Sampling:
     """Return sampling options as token ids, looked up once."""
     key = f"sampling {config}"
     if key not in module.cache:
@@ -262,7 +262,7 @@ def resolved(module: PPOLightningModule, config: SamplingConfig) -> Sampling:
     return module.cache[key]  # type: ignore[no-any-return]
 
 
-def generation_config(module: PPOLightningModule) -> Any:
+def generation_config(module: PPOHarness) -> Any:
     """Read the actor's generation config, which may name more stop tokens; None if it has none."""
     from transformers import GenerationConfig
 
@@ -275,7 +275,7 @@ def generation_config(module: PPOLightningModule) -> Any:
         return None
 
 
-def as_prompts(batch: Any, module: PPOLightningModule) -> Prompts:
+def as_prompts(batch: Any, module: PPOHarness) -> Prompts:
     """Accept what PromptDataModule yields, or rows and columns of strings from any other loader.
 
     Args:
@@ -302,7 +302,7 @@ def as_prompts(batch: Any, module: PPOLightningModule) -> Prompts:
     return batch
 
 
-def report_nonfinite(module: PPOLightningModule, limit: int) -> None:
+def report_nonfinite(module: PPOHarness, limit: int) -> None:
     """Warn of a dropped update; stop the run when `limit` in a row were.
 
     Raises:
@@ -324,6 +324,6 @@ def report_nonfinite(module: PPOLightningModule, limit: int) -> None:
         f"{count} updates in a row had a gradient that is not finite; the run stops at iteration {iteration}, and its "
         "last checkpoint is intact. "
         + (f"Weights that are not finite: {', '.join(bad[:5])}. " if bad else "All weights are finite still. ")
-        + "Look at the last rewards and `policy/approxkl_avg`; lower `optim.actor_lr` or `ppo.max_grad_norm`, clip scores "
-        "(`ppo.score_clip`), or use float32."
+        + "Look at the last rewards and `policy/approxkl_avg`; lower `optim.actor_lr` or `ppo.max_grad_norm`, clip "
+        "scores (`ppo.score_clip`), or use float32."
     )

@@ -14,11 +14,11 @@ from lit_ppo.metrics import Means
 from lit_ppo.rewards import Samples, Scores
 
 if TYPE_CHECKING:
-    from lit_ppo.module import PPOLightningModule
+    from lit_ppo.harness import PPOHarness
 
 
 def record(
-    module: PPOLightningModule,
+    module: PPOHarness,
     rollout: Rollout,
     scores: Scores,
     total: Tensor,
@@ -70,7 +70,7 @@ def record_evaluation(means: Means, rollout: Rollout, scores: Scores) -> None:
     means.add("eos_rate", rollout.stopped.sum(), len(rollout))
 
 
-def derive(metrics: dict[str, float], module: PPOLightningModule) -> None:
+def derive(metrics: dict[str, float], module: PPOHarness) -> None:
     """Finish the metrics of an iteration in place: what is made from sums, rates and the optimizer."""
     for mean, square, name, root in (
         ("objective/scores", "objective/scores_sq", "objective/scores_std", True),
@@ -111,7 +111,7 @@ def sample_rows(rollout: Rollout, scores: Scores | None, tokenizer: Any, limit: 
     return table
 
 
-def role_modules(module: PPOLightningModule) -> dict[str, nn.Module]:
+def role_modules(module: PPOHarness) -> dict[str, nn.Module]:
     """Return the models by role; roles that are views of one store give the same module."""
     if module.views is None:
         return {}
@@ -127,7 +127,7 @@ def role_modules(module: PPOLightningModule) -> dict[str, nn.Module]:
 
 
 @rank_zero_only
-def print_table(module: PPOLightningModule) -> None:
+def print_table(module: PPOHarness) -> None:
     """Print the effective configuration: what is loaded, what is trained, and how a batch is cut."""
     from rich.console import Console
     from rich.table import Table
@@ -160,7 +160,7 @@ def print_table(module: PPOLightningModule) -> None:
     console.print(batch_arithmetic(module), highlight=False)
 
 
-def batch_arithmetic(module: PPOLightningModule) -> str:
+def batch_arithmetic(module: PPOHarness) -> str:
     """Say how prompts become optimizer steps."""
     ppo, samples = module.ppo, module.sampling_config.samples_per_prompt
     datamodule = getattr(module.trainer, "datamodule", None)

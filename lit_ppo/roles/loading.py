@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,19 +106,17 @@ def _options(config: RoleConfig, dtype: torch.dtype) -> dict[str, Any]:
     return options
 
 
-class _quiet_missing_head:  # noqa: N801 (a context manager, used like a function)
+@contextmanager
+def _quiet_missing_head() -> Iterator[None]:
     """Keep transformers from warning that the critic's head is new: it is meant to be."""
+    from transformers.utils import logging
 
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self.level = logging.get_verbosity()
-        logging.set_verbosity_error()
-
-    def __exit__(self, *exc: object) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity(self.level)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -1,0 +1,37 @@
+"""Callbacks for any LightningModule: less memory, frozen parameters, and runs that outlive an out-of-memory."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_ppo.callbacks.checkpointing import GradientCheckpointing
+    from lit_ppo.callbacks.freeze import FreezeParameters
+    from lit_ppo.callbacks.oom import OOMGuard
+    from lit_ppo.callbacks.progress import RolloutProgress
+    from lit_ppo.callbacks.quantize import QuantizeModules, QuantizeRewardModel
+
+_HOMES = {
+    "FreezeParameters": "freeze",
+    "GradientCheckpointing": "checkpointing",
+    "OOMGuard": "oom",
+    "QuantizeModules": "quantize",
+    "QuantizeRewardModel": "quantize",
+    "RolloutProgress": "progress",
+}
+__all__ = [
+    "FreezeParameters",
+    "GradientCheckpointing",
+    "OOMGuard",
+    "QuantizeModules",
+    "QuantizeRewardModel",
+    "RolloutProgress",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a callback when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"lit_ppo.callbacks.{_HOMES[name]}"), name)
