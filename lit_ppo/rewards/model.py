@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +42,7 @@ class ModelReward(Reward):
     """
 
     def __init__(self, source: str | nn.Module, tokenizer: Any = None, **options: Any) -> None:
-        given = None if isinstance(source, str) else source
+        given: Any = None if isinstance(source, str) else source
         config = from_dict(RewardConfig, {**options, "source": source if given is None else ""})
         super().__init__(config, Path(config.source).name if given is None else type(given).__name__)
         loading = {"dtype", "attn_implementation", "trust_remote_code", "revision"}
@@ -49,6 +50,7 @@ class ModelReward(Reward):
         refuse_options(config, allowed, "a reward model" if given is None else "a reward model that is already built")
         self.tokenizer = tokenizer
         self._given = given
+        self._core: Any = None
         if given is not None:
             self.tokenizer = tokenizer or getattr(given, "tokenizer", None)
             if not hasattr(getattr(given, "config", None), "num_labels"):
@@ -73,17 +75,17 @@ class ModelReward(Reward):
             self._check_template()
         elif (folder := Path(self.config.source).expanduser()).is_dir():
             names = sorted(p.name for p in folder.iterdir())
-            if "config.json" not in names:
+            if not {"config.json", "adapter_config.json"}.intersection(names):
                 raise self.fail(
                     f"the folder {self.config.source!r} has no config.json; it holds {', '.join(names) or 'nothing'}. "
                     "Give the folder that `save_pretrained` wrote model and tokenizer to."
                 )
             if not any(name.endswith((".safetensors", ".bin")) for name in names):
-                raise self.fail(f"the folder {self.config.source!r} has no weights (*.safetensors); only {names}.")
+                raise self.fail(f"the folder {self.config.source!r} has no weights (*.safetensors), only {names}.")
             self._prepare()
 
     def load(self, device: torch.device | str) -> None:
-        """Load the model, frozen, in eval mode, onto `config.device` or `device`. A second call does nothing.
+        """Load the model, frozen and in eval mode, onto `config.device` or `device`; a second call only moves it.
 
         A module that is quantized or spread over several devices stays where it is.
 
@@ -93,25 +95,28 @@ class ModelReward(Reward):
         Raises:
             RewardError: As `check`; or the weights cannot be found or do not include the head.
         """
-        if self.model is not None:
-            return
-        self.check()
         target = torch.device(self.config.device or device)
-        model: Any = self._given if self._given is not None else self._read_weights(target)
-        if not _is_placed(model):
-            model.to(target)
-        self.model = model.requires_grad_(False).eval()
-        self._core: Any = (
-            model.get_base_model() if hasattr(model, "get_base_model") else model
-        )  # a PEFT wrapper's inside
+        if self.model is None:
+            self.check()
+            with torch.inference_mode(False):  # weights made inside it could not be used outside
+                self.model = self._adopt(self._given if self._given is not None else self._read_weights(target))
+        if not _is_placed(self.model):
+            self.model.to(target)
+
+    def _adopt(self, model: Any) -> nn.Module:
+        """Freeze a model and find out how its scores are read."""
+        self._core = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT wrapped
         if self._core.config.model_type in _POOL_BY_PAD_ID:
             raise self.fail(f"{self._core.config.model_type} models are not supported: they pool by the pad id.")
+        frozen: nn.Module = model.requires_grad_(False).eval()
         head = getattr(self._core, "score", None)
         self._head = head if isinstance(head, nn.Module) and not self._core.config.is_encoder_decoder else None
-        self._pads = self._head is not None or (
-            hasattr(self._core, "classifier") and "attention_mask" in inspect.signature(self._core.forward).parameters
-        )
+        if self._head is not None:
+            self._head.float()  # bfloat16 would round the scores to 3 digits
+        self._masks = "attention_mask" in inspect.signature(self._core.forward).parameters
+        self._pads = self._head is not None or (self._masks and hasattr(self._core, "classifier"))
         self._limit = self._context()
+        return frozen
 
     def score(self, samples: Samples) -> Tensor:
         """Score the texts, `config.batch_size` at a time.
@@ -141,19 +146,40 @@ class ModelReward(Reward):
     def _prepare(self) -> Any:
         """Read and check the configuration and the tokenizer."""
         from transformers import AutoConfig, AutoTokenizer
+        from transformers.utils import find_adapter_config_file
 
         source = str(Path(self.config.source).expanduser())
         try:
-            config = AutoConfig.from_pretrained(source, **self._options())
+            adapter = find_adapter_config_file(source, revision=self.config.revision)
+            if adapter is None:
+                config = AutoConfig.from_pretrained(source, **self._options())
+            else:
+                config = self._adapter_config(json.loads(Path(adapter).read_text(encoding="utf-8")))
             if self.tokenizer is None:
                 self.tokenizer = AutoTokenizer.from_pretrained(source, **self._options())
         except (OSError, ValueError, KeyError) as error:
             raise self.fail(
-                f"no model and tokenizer could be read from {self.config.source!r}, as a folder or hub id: {error}"
+                f"no model and tokenizer could be read from {self.config.source!r}, "
+                f"{'a folder' if Path(source).is_dir() else 'which is not a folder here, as a hub id'}: {error}"
             ) from error
         self._check_config(config)
         self._check_template()
         return config
+
+    def _adapter_config(self, adapter: dict[str, Any]) -> Any:
+        """Return the configuration of the model that a saved adapter and its head belong on."""
+        from transformers import AutoConfig
+
+        base, options = adapter["base_model_name_or_path"], {"trust_remote_code": self.config.trust_remote_code}
+        config = AutoConfig.from_pretrained(base, revision=adapter.get("revision"), **options)
+        if any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ()):
+            return config
+        if not {"score", "classifier"}.intersection(adapter.get("modules_to_save") or ()):
+            raise self.fail(
+                f"the adapter in {self.config.source!r} has no head (`modules_to_save`), and {base!r} under it is not "
+                "a sequence-classification model, so its scores would be random."
+            )
+        return AutoConfig.from_pretrained(base, num_labels=1, revision=adapter.get("revision"), **options)
 
     def _check_config(self, config: Any) -> None:
         if config.num_labels != 1:
@@ -177,9 +203,11 @@ class ModelReward(Reward):
         dtype = self.config.dtype
         if dtype == "auto":
             dtype = "bfloat16" if device.type == "cuda" else "float32"
-        extra = (
-            {} if self.config.attn_implementation is None else {"attn_implementation": self.config.attn_implementation}
-        )
+        extra: dict[str, Any] = {}
+        if self.config.attn_implementation is not None:
+            extra["attn_implementation"] = self.config.attn_implementation
+        if getattr(config, "quantization_config", None) is not None:
+            extra["device_map"] = {"": device}  # weights that are saved quantized are put where they stay
         try:
             with torch.device("cpu"):  # a device context of the caller's would make transformers ask for accelerate
                 model, info = AutoModelForSequenceClassification.from_pretrained(
@@ -190,7 +218,9 @@ class ModelReward(Reward):
                     **extra,
                     **self._options(),
                 )
-        except (OSError, ValueError, ImportError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
             raise self.fail(f"its weights could not be loaded from {self.config.source!r}: {error}") from error
         absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
         if absent:
@@ -198,8 +228,6 @@ class ModelReward(Reward):
                 f"the weights in {self.config.source!r} lack {', '.join(absent[:5])}"
                 f"{' and more' if len(absent) > 5 else ''}, which would be random. Is this a trained reward model?"
             )
-        if isinstance(head := getattr(model, "score", None), nn.Linear):
-            head.float()  # bfloat16 would round the scores to 3 digits
         return model
 
     def _context(self) -> int | None:
@@ -305,7 +333,7 @@ class ModelReward(Reward):
         # the model's own dtype holds, whatever precision the trainer runs the policy in
         with torch.autocast(device.type, enabled=False):
             if self._head is None:
-                if "attention_mask" not in inspect.signature(self._core.forward).parameters:
+                if not self._masks:
                     del inputs["attention_mask"]
                 logits = self._core(**inputs, return_dict=True).logits
             else:
