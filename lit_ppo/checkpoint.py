@@ -115,10 +115,11 @@ def restore_rng(module: PPOHarness) -> None:
 
 def rng_state() -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's generators as plain data."""
-    name, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
+    generator: Any = np.random.get_state()
+    name, keys, position, has_gauss, cached = generator
     return {
         "python": random.getstate(),
-        "numpy": [name, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }

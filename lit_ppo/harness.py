@@ -19,7 +19,7 @@ from lit_ppo.metrics import Means
 from lit_ppo.optim import MasterAdamW, schedule
 from lit_ppo.rewards import build_rewards
 from lit_ppo.roles.build import Roles, build_roles
-from lit_ppo.rollout.base import Sampling
+from lit_ppo.rollout.base import RolloutEngine, Sampling
 from lit_ppo.rollout.hf import HFEngine
 
 
@@ -47,6 +47,15 @@ class PPOHarness(LightningModule):
         ValueError: An option that cannot work. Everything that can be checked without a weight is checked in `setup`,
             before any is loaded.
     """
+
+    # Set past nn.Module's own __setattr__: see __init__.
+    sources: dict[str, Any]
+    views: Any
+    """The roles (`lit_ppo.roles.build.Roles`), once `configure_model` has run."""
+    rewards: Any
+    """The `RewardSum`, or None."""
+    engine: RolloutEngine
+    _tokenizer: Any
 
     def __init__(
         self,
@@ -224,7 +233,7 @@ class PPOHarness(LightningModule):
         if self._trainer is None or self.trainer.world_size == 1:
             return x
         reduced: Any = self.trainer.strategy.reduce(x.to(self.device), reduce_op=op)
-        return reduced.to(x.device)  # type: ignore[no-any-return]
+        return reduced.to(x.device)
 
     def reduce_max(self, x: Tensor) -> Tensor:
         """Take the maximum of a tensor over ranks."""

@@ -195,6 +195,7 @@ class PPOLightningModule(PPOHarness):
             if ppo.entropy_coef:
                 loss = loss - ppo.entropy_coef * total(entropy)
             if ppo.kl_loss_coef:
+                assert micro.ref_logprobs is not None
                 loss = loss + ppo.kl_loss_coef * total(
                     kl_estimate(logprobs, micro.ref_logprobs, ppo.kl_loss_estimator, mask)
                 )
@@ -210,6 +211,8 @@ class PPOLightningModule(PPOHarness):
                 stats["policy/dual_clipfrac_avg"] = (s["dual_clipfrac"], n)
         if self.views.critic is not None:
             values, _ = self.views.critic(micro)
+            assert micro.values is not None
+            assert micro.returns is not None
             token_loss, s = value_loss(values, micro.values, micro.returns, mask, ppo.value_clip)
             loss = loss + ppo.vf_coef * total(token_loss)
             stats |= {"loss/value_avg": (token_loss.detach().sum(), n), "val/clipfrac_avg": (s["clipfrac"], n)}

@@ -71,7 +71,8 @@ def check_run(module: PPOHarness, stage: str) -> None:
     Raises:
         ValueError: What is wrong, and what to change.
     """
-    trainer, ppo = module.trainer, module.ppo
+    trainer: Any = module.trainer
+    ppo = module.ppo
     if stage != "predict":
         if module.rewards is None:
             raise ValueError(f"`reward` is missing: `{stage}` needs at least one source of reward.")
@@ -90,12 +91,12 @@ def check_run(module: PPOHarness, stage: str) -> None:
                 "The tokenizer has no EOS token and `sampling.stop_tokens` is not set: every response will run to "
                 f"`max_new_tokens={sampling.max_new_tokens}`."
             )
-    longest = getattr(trainer.datamodule, "longest_prompt", None)  # type: ignore[attr-defined]
+    longest = getattr(trainer.datamodule, "longest_prompt", None)
     if longest is not None:
         check_length(module, longest)
     if stage != "fit":
         return
-    batch = getattr(trainer.datamodule, "batch_size", None)  # type: ignore[attr-defined]
+    batch = getattr(trainer.datamodule, "batch_size", None)
     if isinstance(batch, int):
         check_batch(module, batch * module.sampling_config.samples_per_prompt)
     if module.optim.schedule != "constant" and module.optim.total_iterations is None and endless(trainer):
@@ -228,7 +229,7 @@ def plan(module: PPOHarness) -> RolePlan:
             has_reference=module.ppo.needs_reference,
             seed=module.seed,
         )
-    return module.cache["plan"]  # type: ignore[no-any-return]
+    return module.cache["plan"]
 
 
 def load_policy_tokenizer(module: PPOHarness, given: Any) -> Any:
@@ -259,7 +260,7 @@ def resolved(module: PPOHarness, config: SamplingConfig) -> Sampling:
     key = f"sampling {config}"
     if key not in module.cache:
         module.cache[key] = resolve_sampling(config, module.tokenizer, plan(module).config, generation_config(module))
-    return module.cache[key]  # type: ignore[no-any-return]
+    return module.cache[key]
 
 
 def generation_config(module: PPOHarness) -> Any:

@@ -36,6 +36,7 @@ def add_adapters(model: nn.Module, config: LoRAConfig, names: list[str], seed: i
         r=config.r,
         lora_alpha=config.alpha,  # pyright: ignore
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=["score"] if hasattr(model, "score") else None,  # a critic's head is trained itself
         lora_dropout=0.0,  # dropout would make the first ratio differ from 1
         use_rslora=config.use_rslora,
     )

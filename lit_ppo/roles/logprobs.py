@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,8 @@ def values_from(hidden: Tensor, head: nn.Module) -> Tensor:
     Returns:
         (N,) float32 values.
     """
-    weight, bias = head.weight, getattr(head, "bias", None)
+    weight: Any = head.weight
+    bias: Any = getattr(head, "bias", None)
     with torch.autocast(hidden.device.type, enabled=False):
         values = nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
     return values[:, 0]
