@@ -44,12 +44,13 @@ class ModelReward(Reward):
     def __init__(self, source: str | nn.Module, tokenizer: Any = None, **options: Any) -> None:
         given: Any = None if isinstance(source, str) else source
         config = from_dict(RewardConfig, {**options, "source": source if given is None else ""})
-        super().__init__(config, Path(config.source).name if given is None else type(given).__name__)
+        super().__init__(config, Path(config.source).absolute().name if given is None else type(given).__name__)
         loading = {"dtype", "attn_implementation", "trust_remote_code", "revision"}
         allowed = set(asdict(config)) - {"timeout"} - (set() if given is None else loading)
         refuse_options(config, allowed, "a reward model" if given is None else "a reward model that is already built")
         self.tokenizer = tokenizer
         self._given = given
+        self._path = str(Path(self.config.source).expanduser())
         self._core: Any = None
         if given is not None:
             self.tokenizer = tokenizer or getattr(given, "tokenizer", None)
@@ -63,6 +64,12 @@ class ModelReward(Reward):
         elif tokenizer is not None:
             raise TypeError(f"Reward `{self.name}`: a model given by its folder or id uses the tokenizer saved there.")
 
+    @property
+    def source(self) -> str | None:
+        """The folder or hub id of a whole model, which a critic may start from; None for a module or an adapter."""
+        adapter = Path(self._path).is_dir() and not Path(self._path, "config.json").exists()
+        return None if self._given is not None or adapter else self._path
+
     def check(self) -> None:
         """Check the configuration and the tokenizer of a module or folder; a hub id is checked by `load`.
 
@@ -73,8 +80,8 @@ class ModelReward(Reward):
         if self._given is not None:
             self._check_config(self._given.config)
             self._check_template()
-        elif (folder := Path(self.config.source).expanduser()).is_dir():
-            names = sorted(p.name for p in folder.iterdir())
+        elif Path(self._path).is_dir():
+            names = sorted(p.name for p in Path(self._path).iterdir())
             if not {"config.json", "adapter_config.json"}.intersection(names):
                 raise self.fail(
                     f"the folder {self.config.source!r} has no config.json; it holds {', '.join(names) or 'nothing'}. "
@@ -148,7 +155,7 @@ class ModelReward(Reward):
         from transformers import AutoConfig, AutoTokenizer
         from transformers.utils import find_adapter_config_file
 
-        source = str(Path(self.config.source).expanduser())
+        source = self._path
         try:
             adapter = find_adapter_config_file(source, revision=self.config.revision)
             if adapter is None:
@@ -211,7 +218,7 @@ class ModelReward(Reward):
         try:
             with torch.device("cpu"):  # a device context of the caller's would make transformers ask for accelerate
                 model, info = AutoModelForSequenceClassification.from_pretrained(
-                    str(Path(self.config.source).expanduser()),
+                    self._path,
                     config=config,
                     dtype=getattr(torch, dtype),
                     output_loading_info=True,

@@ -383,7 +383,9 @@ def test_check_reads_no_weights(save):
 
 
 def test_models_run_on_the_device_of_their_own(save):
-    rewards = build_rewards({"source": save("llama"), "device": "cpu"})
+    folder = save("llama")
+    rewards = build_rewards({"source": folder, "device": "cpu"})
+    assert rewards.rewards[0].source == folder
     rewards.load("meta")
     assert next(rewards.models["rm"].parameters()).device.type == "cpu"
     other = build_rewards(save("gpt2", folder="other"), default_device="cpu")
@@ -434,6 +436,7 @@ def test_a_saved_adapter_brings_its_head_and_finds_its_base(dtype, tmp_path, rol
     wrapped.save_pretrained(tmp_path / "adapter")
     bytes_tokenizer().save_pretrained(tmp_path / "adapter")
     rewards = build_rewards({"source": str(tmp_path / "adapter"), "dtype": dtype})
+    assert rewards.rewards[0].source is None
     rewards.check()
     rewards.load("cpu")
     wanted = loaded((wrapped.merge_and_unload(), bytes_tokenizer())).score(roll(), policy_tokenizer).total
