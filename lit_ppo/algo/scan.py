@@ -28,6 +28,5 @@ def discounted_sum(x: Tensor, mask: Tensor, factor: float) -> Tensor:
     while stride < total.shape[1]:
         total[:, :-stride] += scale[:, :-stride] * total[:, stride:]
         scale[:, :-stride] = scale[:, :-stride] * scale[:, stride:]
-        scale[:, -stride:] = 0  # nothing lies to the right
         stride *= 2
     return clean(total, mask)
