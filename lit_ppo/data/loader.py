@@ -47,8 +47,8 @@ class PromptLoader:
     """Whose shares these are."""
     world_size: int = 1
     """Among how many ranks each batch is shared."""
-    progress: Callable[[], tuple[int, int]] | None = None
-    """Returns (epoch, next batch); asked when the first batch of a pass is drawn. None: the loader counts itself."""
+    progress: Callable[[], tuple[int, int] | None] = lambda: None
+    """Asked for (epoch, next batch) when the first batch of a pass is drawn. None: the loader counts itself."""
     epoch: int = field(default=0, init=False)
     batch: int = field(default=0, init=False)
     _resume: int = field(default=0, init=False, repr=False)
@@ -70,7 +70,7 @@ class PromptLoader:
         """Yield the batches of one epoch, or what is left of it after `load_state_dict`."""
         # A generator starts at its first `next`. Lightning makes iterators, some only to see if it can, before it
         # has set its counters.
-        self.epoch, start = self.progress() if self.progress else (self.epoch, self._resume)
+        self.epoch, start = self.progress() or (self.epoch, self._resume)
         saved, self._saved, self._resume = self._saved, None, 0
         if start and saved is not None and saved != self._arrangement():
             raise ValueError(

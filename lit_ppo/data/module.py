@@ -134,6 +134,7 @@ class PromptDataModule(LightningDataModule):
             ValueError: The stage has no prompts, or none that can be used.
             AttributeError: The LightningModule has no `tokenizer`.
         """
+        stage = str(getattr(stage, "value", stage))  # Lightning passes an enum
         if stage == "predict" and "predict" not in self._sets and "val" in self._sets:
             self._sets["predict"] = self._sets["val"]
         needed = {"fit": "train", "validate": "val"}.get(stage, stage)
@@ -146,6 +147,12 @@ class PromptDataModule(LightningDataModule):
         for name in ("train", "val") if stage == "fit" else (needed,):
             if name in self._sets and name not in self._ready:
                 self._prepare(name)
+        if "val" not in self._sets:  # Lightning validates where the hook is overridden
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
+
+    def teardown(self, stage: str) -> None:
+        """Undo what `setup` did to the hooks."""
+        self.__dict__.pop("val_dataloader", None)
 
     def _find_tokenizer(self) -> Any:
         module = self._trainer().lightning_module
@@ -204,20 +211,19 @@ class PromptDataModule(LightningDataModule):
 
     def train_dataloader(self) -> PromptLoader:
         """Return this rank's share of the training batches; it continues where the Trainer stands."""
-        trainer: Any = self._trainer()  # its loops are not fully typed
-        loop = trainer.fit_loop
+        trainer: Any = self._trainer()  # `overfit_batches` is not in its types
         return self._loader(
             "train",
             self.batch_size,
             shuffle=self.shuffle and not trainer.overfit_batches,
             seed=self.seed,
             drop_last=self.drop_last,
-            progress=lambda: (loop.epoch_progress.current.processed, loop.batch_idx + 1),
+            progress=lambda: _progress(trainer),
         )
 
-    def val_dataloader(self) -> PromptLoader | list[Any]:
-        """Return this rank's share of `val`; no loader without it."""
-        return self._loader("val", self.val_batch_size) if "val" in self._sets else []
+    def val_dataloader(self) -> PromptLoader:
+        """Return this rank's share of `val`. Without `val`, `fit` does not validate."""
+        return self._loader("val", self.val_batch_size)
 
     def test_dataloader(self) -> PromptLoader:
         """Return this rank's share of `test`."""
@@ -226,3 +232,19 @@ class PromptDataModule(LightningDataModule):
     def predict_dataloader(self) -> PromptLoader:
         """Return this rank's share of `predict`, or else of `val`."""
         return self._loader("predict", self.val_batch_size)
+
+
+def _progress(trainer: Any) -> tuple[int, int] | None:
+    """Return (epoch, next batch) by the Trainer's counters at the first batch of a pass; None outside of training.
+
+    Lightning 2.6, resumed from a checkpoint of the last batch or of the end of an epoch, begins the next epoch without
+    counting it as begun. A checkpoint within that epoch would then count as its start, and a second resume would repeat
+    what was done. So the epoch is counted here; where Lightning did, nothing changes.
+    """
+    if not trainer.training:
+        return None
+    loop, epoch = trainer.fit_loop, trainer.current_epoch
+    for count in (loop.epoch_progress.current, loop.epoch_progress.total):
+        count.ready = count.started = epoch + 1
+        count.processed = epoch
+    return epoch, loop.batch_idx + 1
