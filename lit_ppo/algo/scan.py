@@ -22,7 +22,7 @@ def discounted_sum(x: Tensor, mask: Tensor, factor: float) -> Tensor:
     Returns:
         (B, R), 0 off the mask.
     """
-    total = clean(x, mask).clone()
+    total = clean(x, mask)
     scale = torch.full_like(total, factor).masked_fill(~mask.bool(), 1)
     stride = 1
     while stride < total.shape[1]:
