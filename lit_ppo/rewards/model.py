@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_ppo.config import RewardConfig, from_dict
-from lit_ppo.rewards.base import Reward, RewardError, Samples, refuse_options
+from lit_ppo.rewards.base import Reward, Samples, refuse_options
+from lit_ppo.rewards.pretrained import Pretrained, find_pretrained, load_pretrained
 
 _POOL_BY_PAD_ID = ("ctrl", "modernbert-decoder")  # decoders whose own pooling needs a pad id that no text contains
 
@@ -89,7 +89,7 @@ class ModelReward(Reward):
                 )
             if not any(name.endswith((".safetensors", ".bin")) for name in names):
                 raise self.fail(f"the folder {self.config.source!r} has no weights (*.safetensors), only {names}.")
-            self._prepare()
+            self._find()
 
     def load(self, device: torch.device | str) -> None:
         """Load the model, frozen and in eval mode, onto `config.device` or `device`; a second call only moves it.
@@ -106,7 +106,7 @@ class ModelReward(Reward):
         if self.model is None:
             self.check()
             with torch.inference_mode(False):  # weights made inside it could not be used outside
-                self.model = self._adopt(self._given if self._given is not None else self._read_weights(target))
+                self.model = self._adopt(self._given or load_pretrained(self._find(), self.config, target))
         if not _is_placed(self.model):
             self.model.to(target)
 
@@ -147,46 +147,13 @@ class ModelReward(Reward):
 
     # -- loading
 
-    def _options(self) -> dict[str, Any]:
-        return {"trust_remote_code": self.config.trust_remote_code, "revision": self.config.revision}
-
-    def _prepare(self) -> Any:
-        """Read and check the configuration and the tokenizer."""
-        from transformers import AutoConfig, AutoTokenizer
-        from transformers.utils import find_adapter_config_file
-
-        source = self._path
-        try:
-            adapter = find_adapter_config_file(source, revision=self.config.revision)
-            if adapter is None:
-                config = AutoConfig.from_pretrained(source, **self._options())
-            else:
-                config = self._adapter_config(json.loads(Path(adapter).read_text(encoding="utf-8")))
-            if self.tokenizer is None:
-                self.tokenizer = AutoTokenizer.from_pretrained(source, **self._options())
-        except (OSError, ValueError, KeyError) as error:
-            raise self.fail(
-                f"no model and tokenizer could be read from {self.config.source!r}, "
-                f"{'a folder' if Path(source).is_dir() else 'which is not a folder here, as a hub id'}: {error}"
-            ) from error
-        self._check_config(config)
+    def _find(self) -> Pretrained:
+        """Read and check the configuration and the tokenizer of a folder or hub id."""
+        found = find_pretrained(self.config)
+        self.tokenizer = found.tokenizer
+        self._check_config(found.config)
         self._check_template()
-        return config
-
-    def _adapter_config(self, adapter: dict[str, Any]) -> Any:
-        """Return the configuration of the model that a saved adapter and its head belong on."""
-        from transformers import AutoConfig
-
-        base, options = adapter["base_model_name_or_path"], {"trust_remote_code": self.config.trust_remote_code}
-        config = AutoConfig.from_pretrained(base, revision=adapter.get("revision"), **options)
-        if any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ()):
-            return config
-        if not {"score", "classifier"}.intersection(adapter.get("modules_to_save") or ()):
-            raise self.fail(
-                f"the adapter in {self.config.source!r} has no head (`modules_to_save`), and {base!r} under it is not "
-                "a sequence-classification model, so its scores would be random."
-            )
-        return AutoConfig.from_pretrained(base, num_labels=1, revision=adapter.get("revision"), **options)
+        return found
 
     def _check_config(self, config: Any) -> None:
         if config.num_labels != 1:
@@ -202,40 +169,6 @@ class ModelReward(Reward):
     def _check_template(self) -> None:
         if self.config.use_chat_template and not getattr(self.tokenizer, "chat_template", None):
             raise self.fail("`use_chat_template` is set, but its tokenizer has no chat template. Leave it out.")
-
-    def _read_weights(self, device: torch.device) -> Any:
-        from transformers import AutoModelForSequenceClassification
-
-        config = self._prepare()
-        dtype = self.config.dtype
-        if dtype == "auto":
-            dtype = "bfloat16" if device.type == "cuda" else "float32"
-        extra: dict[str, Any] = {}
-        if self.config.attn_implementation is not None:
-            extra["attn_implementation"] = self.config.attn_implementation
-        if getattr(config, "quantization_config", None) is not None:
-            extra["device_map"] = {"": device}  # weights that are saved quantized are put where they stay
-        try:
-            with torch.device("cpu"):  # a device context of the caller's would make transformers ask for accelerate
-                model, info = AutoModelForSequenceClassification.from_pretrained(
-                    self._path,
-                    config=config,
-                    dtype=getattr(torch, dtype),
-                    output_loading_info=True,
-                    **extra,
-                    **self._options(),
-                )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise self.fail(f"its weights could not be loaded from {self.config.source!r}: {error}") from error
-        absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-        if absent:
-            raise self.fail(
-                f"the weights in {self.config.source!r} lack {', '.join(absent[:5])}"
-                f"{' and more' if len(absent) > 5 else ''}, which would be random. Is this a trained reward model?"
-            )
-        return model
 
     def _context(self) -> int | None:
         """Return the longest input in tokens, or None where nothing bounds it."""
@@ -363,6 +296,3 @@ def _is_placed(model: nn.Module) -> bool:
     """Whether a module must not be moved: it is quantized, or spread over devices."""
     quantized = any(type(p).__name__ in ("Params4bit", "Int8Params") for p in model.parameters())
     return quantized or len(getattr(model, "hf_device_map", {})) > 1
-
-
-__all__ = ["ModelReward", "RewardError"]
