@@ -12,6 +12,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+
+# Machines differ in speed, and a failure must come back with the same examples.
+settings.register_profile("lit-ppo", deadline=None, derandomize=True)
+settings.load_profile("lit-ppo")
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,9 @@ from lit_ppo.experience import Prompts
 
 VOCAB = 64
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>"] + [f"w{i}" for i in range(VOCAB - 4)]
-CHAT = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w1{% endif %}"
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w1{% endif %}"
+)
 SHAPE = dict(
     vocab_size=VOCAB,
     hidden_size=32,

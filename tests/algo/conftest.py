@@ -5,11 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
-
-settings.register_profile("algo", deadline=None, derandomize=True)
-settings.load_profile("algo")
 
 
 @pytest.fixture(scope="session")
