@@ -123,6 +123,20 @@ def test_only_the_special_tokens_in_front_are_kept(single: str, want: str) -> No
     assert encode(["w1 w2"], make_tokenizer(single)).ids.tolist() == [ids(want)]
 
 
+class Shifty(PreTrainedTokenizerFast):
+    """Reads the text backwards when it adds special tokens."""
+
+    def __call__(self, text: list[str], add_special_tokens: bool = True, **options: Any) -> Any:
+        text = [t[::-1] for t in text] if add_special_tokens else text
+        return super().__call__(text, add_special_tokens=add_special_tokens, **options)
+
+
+def test_special_tokens_that_cannot_be_told_from_the_text_are_an_error() -> None:
+    shifty = Shifty(tokenizer_object=make_tokenizer().backend_tokenizer, bos_token="<s>", unk_token="<unk>")
+    with pytest.raises(ValueError, match=r"into \[8, 9\] without special tokens and into \[0, 3, 3\] with them"):
+        encode(["w1 w2"], shifty)
+
+
 def test_specials_written_in_the_text_stay_and_a_written_bos_is_not_doubled() -> None:
     prompts = encode(["<s> w1", "w1 </s>"], make_tokenizer("<s> $A </s>"))
     assert [row[-int(n) :] for row, n in zip(prompts.ids.tolist(), prompts.lengths, strict=True)] == [
@@ -380,7 +394,8 @@ def test_fit_yields_every_prompt_once_an_epoch_in_new_orders() -> None:
     assert all(sorted(order) == sorted(words(9)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
     assert module.validated == ["w50", "w51", "w52"] * 3
-    assert (data.iterations_per_epoch, data.batch_size) == (3, 3)
+    assert (data.iterations_per_epoch, data.batch_size, data.longest_prompt) == (3, 3, 2)
+    assert str(data) == "PromptDataModule(train: 9 prompts, val: 3 prompts)"
 
 
 class SaveEverywhere(Callback):
@@ -561,7 +576,7 @@ def test_longer_prompts_are_dropped_or_cut_and_counted_once() -> None:
         trainer.predict(Recorder(), PromptDataModule(predict=LONG, max_prompt_length=1))
 
 
-def test_a_set_smaller_than_the_batch_is_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_set_smaller_than_the_batch_is_the_batch() -> None:
     module, data = Recorder(), PromptDataModule(words(4), batch_size=64)
     with pytest.warns(UserWarning, match="`batch_size=64` is more than the 4 prompts of `train`: a batch is 4") as seen:
         fit(module, data, max_epochs=2)
@@ -578,8 +593,9 @@ def test_the_last_batch_is_dropped_or_kept_and_the_report_says_so(
     fit(module, data, max_epochs=1)
     assert [len(batch) for *_, batch in module.seen] == sizes
     assert data.iterations_per_epoch == len(sizes)
-    assert f"`train`: 8 prompts of 2 to 2 tokens, {len(sizes)} iterations of 3 an epoch" in caplog.text
-    assert ("2 in no batch" in caplog.text) == drop_last
+    rest = "2 left out (others each epoch)" if drop_last else "the last of 2"
+    report = f"`train`: 8 prompts, 2 to 2 tokens long; iterations an epoch: {len(sizes)} of 3 prompts, {rest}"
+    assert report in caplog.text
 
 
 class Deal(Recorder):

@@ -57,7 +57,8 @@ def tokenize(
     writes all special tokens itself.
 
     Raises:
-        ValueError: A chat without a template, a template that fails, or a prompt without a single token.
+        ValueError: A chat without a template, a template that fails, a prompt without a single token, or a tokenizer
+            that reads the text itself otherwise when it adds special tokens.
     """
     texts = [
         p.text if p.messages is None else _render(p, tokenizer, chat_template, add_generation_prompt) for p in prompts
@@ -86,8 +87,13 @@ def _ids(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> list[
 
 def _prefix(bare: list[int], whole: list[int]) -> list[int]:
     """Return what stands before `bare` in `whole`."""
-    starts = range(len(whole) - len(bare) + 1)
-    return next((whole[:i] for i in starts if whole[i : i + len(bare)] == bare), [])
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start]
+    raise ValueError(
+        f"The tokenizer turns a text into {bare[:9]} without special tokens and into {whole[:9]} with them, so it cannot be "
+        "told where they stand. Give the prompts as chats, whose template writes all special tokens."
+    )
 
 
 def _render(prompt: Prompt, tokenizer: Any, chat_template: str | None, add_generation_prompt: bool) -> str:

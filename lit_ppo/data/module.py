@@ -171,22 +171,32 @@ class PromptDataModule(LightningDataModule):
         self._ready[name] = prompts
         count = len(prompts)
         lengths = [len(prompt.ids) for prompt in prompts]
-        report = f"`{name}`: {count:,} prompts of {min(lengths):,} to {max(lengths):,} tokens"
+        report = f"`{name}`: {count:,} prompts, {min(lengths):,} to {max(lengths):,} tokens long"
         if name == "train":
             self.batch_size = min(self._wanted, count)
             if count < self._wanted:
                 rank_zero_warn(
                     f"`batch_size={self._wanted}` is more than the {count} prompts of `train`: a batch is {count}."
                 )
-            report += f", {self.iterations_per_epoch:,} iterations of {self.batch_size:,} an epoch"
-            if self.drop_last and (left := count % self.batch_size):
-                report += f" ({left:,} in no batch, others each epoch; `drop_last=False` keeps them)"
+            report += f"; iterations an epoch: {self.iterations_per_epoch:,} of {self.batch_size:,} prompts"
+            if left := count % self.batch_size:
+                which = "others each epoch" if self.shuffle else "the same each epoch"
+                report += f", {left:,} left out ({which})" if self.drop_last else f", the last of {left:,}"
         rank_zero_info(report)
 
     @property
     def iterations_per_epoch(self) -> int:
         """Batches of an epoch of `train`, over all ranks; known after `setup`."""
         return len(PromptLoader(self._ready_set("train"), self.batch_size, drop_last=self.drop_last))
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt of the sets that `setup` has tokenized."""
+        return max((len(prompt.ids) for prompts in self._ready.values() for prompt in prompts), default=0)
+
+    def __str__(self) -> str:  # Lightning's own expects a DataLoader
+        sets = (f"{name}: {len(prompts):,} prompts" for name, prompts in self._sets.items())
+        return f"{type(self).__name__}({', '.join(sets)})"
 
     def _ready_set(self, name: str) -> list[Prompt]:
         if name not in self._ready:
