@@ -91,8 +91,8 @@ def _prefix(bare: list[int], whole: list[int]) -> list[int]:
         if whole[start : start + len(bare)] == bare:
             return whole[:start]
     raise ValueError(
-        f"The tokenizer turns a text into {bare[:9]} without special tokens and into {whole[:9]} with them, so it cannot be "
-        "told where they stand. Give the prompts as chats, whose template writes all special tokens."
+        f"The tokenizer turns a text into {bare[:9]} without special tokens and into {whole[:9]} with them, so it "
+        "cannot be told where they stand. Give the prompts as chats, whose template writes all special tokens."
     )
 
 
