@@ -123,6 +123,9 @@ class OOMPolicy:
     quiet: dict[str, int] = field(default_factory=dict)
     """Units in a row, by phase, that fitted at a cut size."""
 
+    micro_batch: int | None = None
+    """Size of the last unit that built gradients."""
+
     def __post_init__(self) -> None:
         """Check every value."""
         if self.on_batch_dependent not in ("refuse", "warn"):
@@ -141,9 +144,12 @@ class OOMPolicy:
         size: int,
         *,
         module: nn.Module | None = None,
+        uses: nn.Module | None = None,
         parameters: Iterable[nn.Parameter] | None = None,
         undo: Callable[[], object] | None = None,
+        snapshot: Snapshot | None = None,
         divisible: bool = True,
+        local: bool = False,
     ) -> Iterator[Attempt]:
         """Yield attempts until one succeeds on every rank.
 
@@ -154,11 +160,15 @@ class OOMPolicy:
         Args:
             phase: Names the unit; sizes are learned by phase.
             size: Rows to work on at once if memory allows, >= 1.
-            module: Whose buffers to put back, and whom the report is about.
+            module: Whom the report is about.
+            uses: What the body runs: its buffers are put back, and its layers decide whether the body may be cut.
+                None: all of `module`.
             parameters: Those whose gradients the unit builds, from zero. Dropped after a failure; averaged over
                 the ranks after success where the policy keeps reductions out of the attempts.
             undo: Puts back whatever else the body changed.
+            snapshot: The state to go back to; None: the state now.
             divisible: False if the body cannot be cut: it is tried once more as it is.
+            local: The unit concerns this rank alone, so there is nothing to agree on.
 
         Raises:
             OutOfMemoryReport: It does not fit at size 1, may not be cut, or `recover` is off.
@@ -168,14 +178,17 @@ class OOMPolicy:
         if size < 1:
             raise ValueError(f"`size={size!r}` of the unit {phase!r} must be >= 1: there is nothing to work on.")
         built = None if parameters is None else list(parameters)
-        snapshot = Snapshot(module) if self.recover else None
+        agree = _alone if local else self.agree
+        uses = module if uses is None else uses
+        if snapshot is None and self.recover:
+            snapshot = Snapshot(uses)
         for number in count():
             limit = self.size(phase, size)
             if limit < size and self.recover:
-                self._check_cut(phase, size, limit, module)
+                self._check_cut(phase, size, limit, uses)
             give_report = None if self.recover else self._reporter(phase, limit, module, "")
             attempt = Attempt(phase, limit, number, give_report)
-            attempt.snapshot, attempt.module = snapshot, module
+            attempt.snapshot, attempt.module = snapshot, uses
             if built is not None and self.recover:
                 attempt.around = self.no_sync()
             yield attempt
@@ -183,14 +196,15 @@ class OOMPolicy:
                 raise RuntimeError(f"The attempt at {phase!r} was not entered. Put its body into `with attempt:`.")
             if not self.recover:
                 return
-            verdict = self.agree(self._vote(attempt, module, divisible))
+            verdict = agree(self._vote(attempt, uses, divisible))
             if verdict == _DONE:
                 if built is not None:
+                    self.micro_batch = limit
                     self.average(built)
                 self._note_success(phase, limit, size)
                 return
             if verdict == _STOP:
-                reason = self._why_stop(attempt, module, divisible)
+                reason = self._why_stop(attempt, uses, divisible)
                 raise OutOfMemoryReport(self._reporter(phase, limit, module, reason)(attempt.error)) from attempt.error
             self._note_failure(phase, limit, verdict)
             attempt.error = None  # its traceback holds the tensors of the failed forward
@@ -315,6 +329,7 @@ def retry(
     phase: str,
     size: int,
     *,
+    uses: nn.Module | None = None,
     parameters: Iterable[nn.Parameter] | None = None,
     undo: Callable[[], object] | None = None,
 ) -> Iterator[Attempt]:
@@ -323,7 +338,7 @@ def retry(
     See `OOMPolicy.retry`, to which the arguments go.
     """
     policy = getattr(module, "oom_policy", None) or OOMPolicy()
-    return policy.retry(phase, size, module=module, parameters=parameters, undo=undo)
+    return policy.retry(phase, size, module=module, uses=uses, parameters=parameters, undo=undo)
 
 
 def _some(names: list[str]) -> str:

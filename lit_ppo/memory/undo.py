@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
+_METRIC_CACHE = ("_update_count", "_computed", "_forward_cache")
+
 
 class OutOfMemoryReport(torch.OutOfMemoryError):
     """Out of memory for good. The message is the report; the original error is the cause."""
@@ -54,13 +56,13 @@ def batch_dependent_layers(module: nn.Module) -> list[str]:
 
 
 class Snapshot:
-    """The random states, and the persistent buffers of a module's layers in training mode, to be put back.
+    """What a forward changes and a second forward must not find changed: random states, buffers, metrics.
 
-    Buffers are copied on their device. Layers in eval mode and buffers outside the state dict (masks, rotary tables)
-    do not change in a forward and are left out.
+    Kept are the persistent buffers of layers in training mode, copied on their device, and the state of torchmetrics
+    objects. Layers in eval mode and buffers outside the state dict (masks, rotary tables) do not change in a forward.
 
     Args:
-        module: Whose buffers to keep; None keeps the random states alone.
+        module: Whose buffers and metrics to keep; None keeps the random states alone.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -76,6 +78,12 @@ class Snapshot:
             for name, buffer in layer.named_buffers(recurse=False)
             if name not in layer._non_persistent_buffers_set
         ]
+        self._metrics: list[tuple[Any, dict[str, Any]]] = []
+        for layer in module.modules() if module is not None else ():
+            metric: Any = layer
+            if hasattr(metric, "_defaults") and hasattr(metric, "_update_count"):
+                names = (*metric._defaults, *_METRIC_CACHE)
+                self._metrics.append((metric, {n: _copied(vars(metric)[n]) for n in names if n in vars(metric)}))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -88,3 +96,10 @@ class Snapshot:
             torch.cuda.set_rng_state_all(self._cuda)
         for layer, name, buffer, value in self._buffers:
             layer._buffers[name] = buffer.copy_(value)
+        for metric, state in self._metrics:
+            vars(metric).update({name: _copied(value) for name, value in state.items()})
+
+
+def _copied(value: Any) -> Any:
+    """Copy a metric's state: tensors are added to in place, lists are appended to."""
+    return value.detach().clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value

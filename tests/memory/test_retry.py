@@ -1,5 +1,6 @@
 """The policy: undo, cut, try again, and the same result."""
 
+import gc
 import random
 import weakref
 from contextlib import contextmanager
@@ -13,6 +14,14 @@ from torch import nn
 from lit_ppo.memory.report import holdings, memory_report
 from lit_ppo.memory.retry import OOMPolicy, OutOfMemoryReport, retry
 from lit_ppo.memory.undo import Snapshot, batch_dependent_layers, is_out_of_memory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fast_collections():
+    """Every recovery collects garbage, of which imported libraries are none."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def out_of_memory(*_):

@@ -1,0 +1,343 @@
+"""Runs that outlive an out-of-memory error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lit_ppo.memory.automatic import Batch, UndoableSteps
+from lit_ppo.memory.dry_run import largest_that_fits
+from lit_ppo.memory.logs import LogRecorder
+from lit_ppo.memory.manual import StepUndo
+from lit_ppo.memory.optimizers import allocate_state
+from lit_ppo.memory.ranks import Ranks
+from lit_ppo.memory.report import memory_report
+from lit_ppo.memory.retry import OOMPolicy
+from lit_ppo.memory.split import Splitter, combine
+from lit_ppo.memory.undo import is_out_of_memory
+
+_EVALUATION = {"validation_step": "validation", "test_step": "test", "predict_step": "predict"}
+
+
+class OOMGuard(Callback):
+    r"""Recovers from out-of-memory errors with the same gradient, or stops with a report of who holds the memory.
+
+    **Before** training the optimizer's state is allocated and a dry run finds the largest micro-batch that fits with
+    some headroom; all ranks take the smallest. **During** training an out-of-memory error in forward, backward or
+    clipping restarts that optimizer step: gradients are dropped, buffers, metrics and random states put back, cached
+    memory is released, and the batch is cut into micro-batches of half the size. What the step logs is logged once,
+    for the whole batch. **After**, the size is kept, also in the checkpoint.
+
+    Works with automatic optimization as it is: the loss of `training_step` must be a mean over the rows of the batch,
+    or over whatever `weight` counts. With manual optimization, write what may be cut with
+    `lit_ppo.memory.retry.retry`; a `training_step` without it is put back and tried once more uncut, on one process.
+    Validation, test and prediction steps are cut likewise.
+
+    Recovers on one device and under DDP, where gradients are then averaged after the backward instead of during it,
+    once all ranks agree that it succeeded. Under other strategies it reports and does not recover.
+
+    Args:
+        headroom: Part of the device's available memory that the dry run leaves free, at least 0 and below 1.
+        dry_run: Look for the largest micro-batch before the first step.
+        worst_case: Returns, given the module, the largest batch that training will meet. None: the module's own
+            `worst_case_batch()`, or else the first batch.
+        split_batch: Cuts a batch into pieces: (batch, size) -> list. None: tensors along dimension 0.
+        weight: What the loss of a piece is a mean over, e.g. the number of its target tokens. None: rows.
+        on_batch_dependent: Where layers depend on how a batch is cut (batch statistics, active dropout): "refuse" tries
+            once more uncut and then stops; "warn" cuts and says so.
+        grow_after: Double a size that was cut after this many steps in a row that fitted. None: never.
+        timeout: Seconds after which a rank stops waiting for the others to agree.
+
+    Raises:
+        ValueError: A bad argument.
+        MisconfigurationException: A strategy option under which steps cannot be undone.
+
+    Metrics:
+        - `oom/events`: errors recovered from, so far.
+        - `oom/micro_batch`: rows in one forward of the last step.
+
+    Example::
+
+        >>> from lightning.pytorch import Trainer
+        >>> from lit_ppo.callbacks import OOMGuard
+        >>> trainer = Trainer(callbacks=[OOMGuard(headroom=0.1, grow_after=1000)])
+    """
+
+    def __init__(
+        self,
+        headroom: float = 0.1,
+        dry_run: bool = True,
+        worst_case: Callable[[Any], Any] | None = None,
+        split_batch: Callable[[Any, int], list[Any]] | None = None,
+        weight: Callable[[Any], float] | None = None,
+        on_batch_dependent: Literal["refuse", "warn"] = "refuse",
+        grow_after: int | None = None,
+        timeout: float = 1800.0,
+    ) -> None:
+        super().__init__()
+        if not 0 <= headroom < 1:
+            raise ValueError(f"`headroom={headroom!r}` must be at least 0 and below 1: a part of the memory.")
+        if not timeout > 0:
+            raise ValueError(f"`timeout={timeout!r}` must be > 0 seconds.")
+        for name, value in (("worst_case", worst_case), ("split_batch", split_batch), ("weight", weight)):
+            if value is not None and not callable(value):
+                raise ValueError(f"`{name}={value!r}` must be a function.")
+        if worst_case is not None and not dry_run:
+            raise ValueError("`worst_case` is what the dry run runs, and `dry_run=False` switches that off.")
+        self.headroom = headroom
+        self.dry_run = dry_run
+        self.worst_case = worst_case
+        self._splitter = Splitter(split_batch, weight)
+        self.timeout = timeout
+        self.policy = OOMPolicy(on_batch_dependent=on_batch_dependent, grow_after=grow_after)
+        self._wrapped: list[tuple[Any, str]] = []
+        self._steps: UndoableSteps | None = None
+        self._ranks: Ranks | None = None
+        self._step_undo: StepUndo | None = None
+        self._manual_steps: int | None = None
+
+    # Attach and detach
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take over the module's policy, or give it one, and wrap its steps."""
+        others = [c for c in trainer.callbacks if isinstance(c, OOMGuard)]  # type: ignore[attr-defined]
+        if len(others) > 1:
+            raise MisconfigurationException(f"The trainer has {len(others)} `OOMGuard` callbacks. Keep one of them.")
+        own = getattr(pl_module, "oom_policy", None)
+        if own is not None and own is not self.policy:
+            own.on_batch_dependent, own.grow_after = self.policy.on_batch_dependent, self.policy.grow_after
+            own.load_state_dict(self.policy.state_dict())
+            self.policy = own
+        pl_module.oom_policy = self.policy  # type: ignore[assignment]
+        if stage == "fit" and pl_module.automatic_optimization:
+            self._wrap_automatic(trainer, pl_module)
+        if own is not None:
+            return  # a module with a policy uses it by itself
+        if stage == "fit" and not pl_module.automatic_optimization:
+            self._wrap(pl_module, "training_step", self._manual_step(trainer, pl_module))
+        for name, phase in _EVALUATION.items():
+            step = getattr(pl_module, name)
+            if is_overridden(name, pl_module) and not is_param_in_hook_signature(
+                step, "dataloader_iter", explicit=True
+            ):
+                self._wrap(pl_module, name, self._evaluation_step(pl_module, step, phase))
+
+    def _wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        setattr(owner, name, wraps(getattr(owner, name))(partial(function)))
+        self._wrapped.append((owner, name))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Unwrap everything."""
+        while self._wrapped:
+            owner, name = self._wrapped.pop()
+            vars(owner).pop(name, None)
+        self._steps = self._step_undo = None
+        policy = self.policy
+        policy.recover = False
+        defaults = OOMPolicy()
+        policy.agree, policy.no_sync, policy.average = defaults.agree, defaults.no_sync, defaults.average
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Add the report to an out-of-memory error that nothing could recover."""
+        if is_out_of_memory(exception):
+            phase = getattr(pl_module, "phase", None) or "a place that no retry covers"
+            exception.add_note(memory_report(pl_module, phase=phase, error=exception))
+        self.teardown(trainer, pl_module, "")
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out whether this strategy can recover."""
+        self._connect(trainer, pl_module)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out whether this strategy can recover."""
+        self._connect(trainer, pl_module)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out whether this strategy can recover."""
+        self._connect(trainer, pl_module)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out whether this strategy can recover."""
+        self._connect(trainer, pl_module)
+
+    def _connect(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Connect the policy to the strategy, once it has been set up."""
+        if self._ranks is not None or self.policy.recover:
+            return
+        strategy = trainer.strategy
+        data_parallel = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+        if not data_parallel and not (isinstance(strategy, SingleDeviceStrategy) and trainer.world_size == 1):
+            rank_zero_info(
+                f"OOMGuard: steps cannot be undone under {type(strategy).__name__}; an out-of-memory error ends the "
+                "run with a report."
+            )
+            return
+        self.policy.recover = True
+        if data_parallel:
+            ddp = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
+            self._ranks = Ranks(pl_module, ddp, self.timeout, accumulating=partial(_accumulates, trainer, pl_module))
+            self._ranks.check(getattr(strategy, "_ddp_comm_hook", None))
+            self.policy.agree, self.policy.average = self._ranks.agree, self._ranks.average
+            self.policy.no_sync = self._ranks.no_sync
+            if self._steps is not None:
+                self._steps.ranks = self._ranks
+
+    # Training
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Allocate the optimizers' state, and try the sizes of a manual module's dry runs."""
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer) and not allocate_state(optimizer):
+                rank_zero_info(
+                    f"OOMGuard: the state of {type(optimizer).__name__} cannot be allocated ahead; its first step "
+                    "could run out of memory."
+                )
+        runs: Any = getattr(pl_module, "dry_runs", None)
+        if self.dry_run and self.policy.recover and callable(runs) and not pl_module.automatic_optimization:
+            for phase, (rows, body) in runs().items():
+                self._try_sizes(pl_module, phase, rows, body)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the number of events and the micro-batch size."""
+        values = {"oom/events": float(sum(self.policy.events.values()))}
+        if self.policy.micro_batch is not None:
+            values["oom/micro_batch"] = float(self.policy.micro_batch)
+        logger = trainer.logger is not None
+        pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, logger=logger)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Keep what a manual step is about to overwrite."""
+        if self._step_undo is not None:
+            self._step_undo.before_step(optimizer)
+
+    def _wrap_automatic(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+            raise MisconfigurationException(
+                "`training_step(dataloader_iter)` fetches its own batches, which `OOMGuard` cannot cut. Take `batch`."
+            )
+        self._steps = steps = UndoableSteps(self.policy, self._splitter, trainer, pl_module)
+        steps.before_first = partial(self._dry_run, trainer, pl_module) if self.dry_run else None
+        self._wrap(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", steps.make_closure)
+        if trainer.gradient_clip_val is not None or is_overridden("configure_gradient_clipping", pl_module):
+            clip = pl_module.configure_gradient_clipping
+            self._wrap(pl_module, "configure_gradient_clipping", partial(steps.clip, clip))
+
+    # Dry run
+
+    def _dry_run(self, trainer: Trainer, pl_module: LightningModule, batch: Batch) -> None:
+        """Try forward and backward at the worst case before the first step."""
+        assert self._steps is not None
+        own: Any = getattr(pl_module, "worst_case_batch", None)
+        worst = self.worst_case(pl_module) if self.worst_case is not None else own() if callable(own) else None
+        whole = trainer.strategy.batch_to_device(worst) if worst is not None else batch.kwargs["batch"]
+        gradients = [(p, p.grad) for p in pl_module.parameters()]
+        try:
+            with LogRecorder(pl_module), self.policy.no_sync():
+                rehearse = partial(self._steps.rehearse, batch, whole)
+                self._try_sizes(pl_module, "train", self._splitter.rows(whole), rehearse)
+        finally:
+            for p, gradient in gradients:
+                p.grad = gradient
+
+    def _try_sizes(self, pl_module: LightningModule, phase: str, rows: int, body: Callable[[int], object]) -> None:
+        """Find the largest size of `body` that fits on every rank with the headroom, and keep it for the phase."""
+        hook = pl_module._current_fx_name
+        fits = largest_that_fits(
+            body, rows, module=pl_module, headroom=self.headroom, agree=self.policy.agree, device=pl_module.device
+        )
+        pl_module._current_fx_name = hook
+        if fits < rows:
+            self.policy.sizes[phase] = min(fits, self.policy.sizes.get(phase, fits))
+            rank_zero_info(f"OOMGuard: {phase} fits {fits} of {rows} rows at once with {self.headroom:.0%} headroom.")
+
+    # Steps that are not automatic optimization
+
+    def _manual_step(self, trainer: Trainer, pl_module: LightningModule) -> Callable[..., Any]:
+        step = pl_module.training_step
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if trainer.world_size > 1 or not self.policy.recover or hasattr(trainer.precision_plugin, "scaler"):
+                return step(*args, **kwargs)
+            self._step_undo = undo = StepUndo(trainer, pl_module, expected=self._manual_steps)
+            recorder = LogRecorder(pl_module)
+
+            def body(_: int) -> Any:
+                recorder.clear()
+                return step(*args, **kwargs)
+
+            try:
+                with recorder:
+                    output = self.policy.run(
+                        "train", 1, body, module=pl_module, undo=undo.restore, divisible=False, local=True
+                    )
+            finally:
+                self._step_undo = None
+            recorder.replay()
+            self._manual_steps = max(self._manual_steps or 0, undo.steps)
+            return output
+
+        return guarded
+
+    def _evaluation_step(self, pl_module: LightningModule, step: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def guarded(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder = LogRecorder(pl_module, by_share=self._splitter.weight is not None)
+
+            def body(size: int) -> Any:
+                recorder.clear()
+                pieces, rows, shares = self._splitter.pieces(batch, size)
+                outputs = []
+                for piece, share in zip(pieces, shares, strict=True):
+                    recorder.piece(share)
+                    outputs.append(step(piece, *args, **kwargs))
+                return combine(outputs, rows, shares)
+
+            rows = self._splitter.rows(batch)
+            with recorder:
+                output = self.policy.run(phase, rows, body, module=pl_module, local=True)
+            recorder.replay()
+            return output
+
+        return guarded
+
+    # Checkpoint
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the learned sizes and counts."""
+        return self.policy.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back the learned sizes and counts."""
+        self.policy.load_state_dict(state_dict)
+
+
+def _accumulates(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Whether the gradients of this batch wait for those of the next, so that there is nothing to average yet."""
+    return pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()

@@ -1,0 +1,88 @@
+"""Finding the largest size that fits, by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from lit_ppo.memory.report import memory_report
+from lit_ppo.memory.undo import OutOfMemoryReport, Snapshot, is_out_of_memory, release_memory
+
+
+def largest_that_fits(
+    body: Callable[[int], object],
+    rows: int,
+    *,
+    module: nn.Module,
+    headroom: float,
+    agree: Callable[[int], int],
+    device: torch.device,
+) -> int:
+    """Return the largest size at which `body(size)` does not run out of memory on any rank.
+
+    Random states, buffers and metrics are put back and gradients dropped after every try. Sizes are halved until one
+    fits, then the gap is bisected. Every rank tries the same sizes.
+
+    Args:
+        body: Does the work, without stepping an optimizer.
+        rows: The largest size, >= 1.
+        module: Whose state is put back.
+        headroom: Part of the memory available to this process to leave free; it has an effect on CUDA alone.
+        agree: Maximum of an integer over all ranks.
+        device: Where memory is short.
+
+    Raises:
+        OutOfMemoryReport: One row does not fit.
+    """
+    snapshot = Snapshot(module)
+    error: BaseException | None = None
+
+    def fits(size: int) -> bool:
+        nonlocal error
+        error = None
+        try:
+            with _leaving(headroom, device):
+                body(size)
+        except RuntimeError as problem:
+            if not is_out_of_memory(problem):
+                raise
+            error = problem.with_traceback(None)  # without the frames, which hold tensors
+        for parameter in module.parameters():
+            parameter.grad = None
+        snapshot.restore()
+        release_memory()
+        return agree(int(error is not None)) == 0
+
+    rows = -agree(-rows)  # uneven ranks try the same sizes
+    low, high = rows, rows + 1
+    while not fits(low):
+        if low == 1:
+            reason = f"One row does not fit with {headroom:.0%} of the memory left free."
+            raise OutOfMemoryReport(memory_report(module, phase="the dry run", size=1, reason=reason, error=error))
+        low, high = low // 2, low
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@contextmanager
+def _leaving(headroom: float, device: torch.device) -> Iterator[None]:
+    """Limit this process to what it could have now, less the headroom."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = min(free + torch.cuda.memory_reserved(device), before * total) * (1 - headroom)
+    torch.cuda.set_per_process_memory_fraction(allowed / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
