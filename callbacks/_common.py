@@ -1,0 +1,103 @@
+"""What the callbacks share: names of submodules, patterns on them, and the moment after `configure_model`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's or submodule's name without what FSDP, torch.compile and checkpoint wrappers put in it."""
+    for wrapper in _WRAPPERS:
+        name = f"{name}.".replace(wrapper, "").rstrip(".")
+    return name
+
+
+def as_list(owner: str, option: str, value: str | Iterable[str]) -> list[str]:
+    """Return one pattern or several as a list.
+
+    Raises:
+        ValueError: There is none, or one that is empty or not a string.
+    """
+    patterns = [value] if isinstance(value, str) else list(value)
+    if not patterns or not all(isinstance(p, str) and p.strip() for p in patterns):
+        raise ValueError(f"`{owner}({option}={value!r})` must be a name or pattern, or a list of them, none empty.")
+    return patterns
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a glob matches a dotted name, or the name of something that contains it (case-sensitive)."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def nearest(pattern: str, names: Iterable[str]) -> str:
+    """Return the end of an error message: the known names that look most like `pattern`."""
+    known = sorted({n for n in names if n})
+    if not known:
+        return " There are no names to match."
+    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
+    shown = near or known[:8]
+    rest = "" if near or len(known) <= 8 else ", ..."
+    return f" {'Nearest' if near else 'Known'} names: {', '.join(f'`{n}`' for n in shown)}{rest}."
+
+
+def prefixes(names: Iterable[str]) -> set[str]:
+    """Return dotted names and the names of everything that contains them."""
+    return {".".join(parts[:i]) for parts in (n.split(".") for n in names) for i in range(1, len(parts) + 1)}
+
+
+def outermost(chosen: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Drop every module that lies inside another of the chosen ones."""
+    return {n: m for n, m in chosen.items() if not any(o != n and (not o or n.startswith(f"{o}.")) for o in chosen)}
+
+
+def after_configure_model(
+    trainer: Trainer, pl_module: LightningModule, owner: Callback, act: Callable[[], None], *, first: bool = False
+) -> None:
+    """Call `act` once, when all layers exist and none is wrapped by the strategy yet.
+
+    Lightning has no callback hook between a module's `setup` and `configure_model`, where layers may be created, and
+    the strategy's wrapping. So the instance's `configure_model` is replaced until it is called.
+
+    Args:
+        trainer: The one that is setting up.
+        pl_module: Whose `configure_model` is followed.
+        owner: A second call for the same callback replaces the first.
+        act: Called without arguments.
+        first: Before those of other callbacks, whatever their order in the list.
+    """
+    pending = vars(pl_module).get("_after_configure_model")
+    if pending is not None and pending[0] is trainer:
+        acts = pending[1]
+        acts.pop(owner, None)
+        acts[owner] = (not first, act)
+        return
+    if pending is not None:  # of a run that failed before it got there
+        vars(pl_module).pop("configure_model", None)
+    acts = {owner: (not first, act)}
+    object.__setattr__(pl_module, "_after_configure_model", (trainer, acts))
+    own = vars(pl_module).get("configure_model")
+    original = pl_module.configure_model
+
+    def configure_model() -> None:
+        for name in ("configure_model", "_after_configure_model"):
+            vars(pl_module).pop(name)
+        if own is not None:
+            object.__setattr__(pl_module, "configure_model", own)
+        original()
+        for _, call in sorted(acts.values(), key=lambda entry: entry[0]):
+            call()
+
+    object.__setattr__(pl_module, "configure_model", configure_model)
+
+
+def log_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:
+    """Send metrics to every logger, at the x axis that Lightning uses for training steps."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
