@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_ppo import preflight, summary
+from lit_ppo import checkpoint, preflight, summary
 from lit_ppo.algo.advantages import estimate
 from lit_ppo.algo.kl import kl_estimate
 from lit_ppo.algo.losses import aggregate, policy_loss, value_loss
@@ -309,7 +309,6 @@ class PPOLightningModule(PPOHarness):
 
     def end_iteration(self, experience: Experience) -> None:
         """Move schedule and KL controller, log every metric once, over all ranks."""
-        self.lr_schedulers().step()  # type: ignore[union-attr]
         metrics = self.means.compute(self.reduce, self.reduce_max)
         batch = int(self.reduce(torch.tensor(len(experience), device=self.device)))
         self.episodes += batch
@@ -320,6 +319,7 @@ class PPOLightningModule(PPOHarness):
             self.kl.update(metrics["objective/kl"], batch)
         summary.derive(metrics, self)
         self.log_dict(metrics, batch_size=1)
+        self.lr_schedulers().step()  # type: ignore[union-attr]
         self.iteration += 1
         self._iteration_end = time.perf_counter()
 
@@ -351,8 +351,9 @@ class PPOLightningModule(PPOHarness):
         self.samples = summary.sample_rows(rollout, scores, self.tokenizer)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the means over all held-out prompts."""
+        """Log the means over all held-out prompts; training goes on as if there had been no validation."""
         self.log_evaluation("val")
+        checkpoint.release_rng(self)
 
     def on_test_epoch_end(self) -> None:
         """Log the means over all test prompts."""

@@ -151,7 +151,7 @@ def build_roles(plan: RolePlan, device: torch.device) -> Roles:
             model = _load("reference", replace(plan.actor, dtype=_name(actor_model.dtype)), plan, device, trained=False)
         else:
             model = _transform("reference", copy.deepcopy(actor_model), plan)
-        reference = RoleView(RoleModel(freeze(model)), "logprobs")
+        reference = RoleView(RoleModel(freeze(model)).eval(), "logprobs")
 
     critic_model: Any = None
     if plan.has_critic and plan.layout == "separate":
