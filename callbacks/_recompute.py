@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 class Engine:
     """Runs checkpointed functions and counts what they would have kept. Copies of a model share it."""
 
-    module: nn.Module | None = None
-    active: bool = False
+    module: nn.Module | None
+    """Whose parameters are not activations."""
+    wanted: Callable[[], bool]
+    """Whether a backward will follow."""
     measuring: bool = True
     calls: int = 0
     live: int = 0
@@ -27,6 +29,11 @@ class Engine:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         return self
+
+    @property
+    def active(self) -> bool:
+        """Whether to checkpoint now."""
+        return torch.is_grad_enabled() and self.wanted()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `function`; keep its inputs instead of its activations."""

@@ -9,7 +9,6 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -32,7 +31,7 @@ class GradientCheckpointing(Callback):
     module stay as they were. Gradients, random numbers (dropout) and the running statistics of normalisation layers
     are those of a run without it.
 
-    It acts only where a backward will follow: in ``training_step`` with gradients enabled. Validation, test, predict
+    It acts only where a backward will follow: while training, with gradients enabled. Validation, test, predict
     and ``generate`` run as if it were not there. A LightningModule that has ``phase_listeners`` (a list of functions
     called with the name of the phase that starts, or None) gets it in its phase ``"update"`` alone.
 
@@ -70,7 +69,8 @@ class GradientCheckpointing(Callback):
         self.modules = None if modules is None else as_list("GradientCheckpointing", "modules", modules)
         self.every_n = every_n
         self.bytes_saved: int | None = None
-        self._engine = Engine()
+        self._engine = Engine(None, lambda: False)
+        self._updating = False
         self._undo: list[Callable[[], None]] = []
 
     @override
@@ -87,29 +87,30 @@ class GradientCheckpointing(Callback):
         """Switch it on: here all layers exist, sharded or not."""
         self._restore()
         self.bytes_saved = None
-        self._engine = Engine(module=pl_module)
+        listeners = getattr(pl_module, "phase_listeners", None)
+        if listeners is not None:
+            listeners.append(self._on_phase)
+            self._undo.append(lambda: listeners.remove(self._on_phase))
+        self._updating = False
+        self._engine = Engine(pl_module, lambda: trainer.training if listeners is None else self._updating)
         plain, switched = self._select(pl_module)
         for module in plain:
             self._wrap(module)
         for model, layers in switched:
             self._switch_on(pl_module, model, layers)
-        listeners = getattr(pl_module, "phase_listeners", None)
-        if listeners is not None:
-            listeners.append(self._on_phase)
-            self._undo.append(lambda: listeners.remove(self._on_phase))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Activate it for the training step, unless phases do so."""
-        self._engine.active = not hasattr(pl_module, "phase_listeners")
+        """Count from here: what came before was a trial of another callback."""
+        if self.bytes_saved is None:
+            self._engine.calls = self._engine.live = self._engine.peak = 0
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Deactivate it; after the first batch report what it saved."""
+        """After the first batch, report what was saved."""
         engine = self._engine
-        engine.active = False
         if self.bytes_saved is not None:
             return
         self.bytes_saved = engine.peak
@@ -140,7 +141,7 @@ class GradientCheckpointing(Callback):
             self._undo.pop()()
 
     def _on_phase(self, phase: str | None) -> None:
-        self._engine.active = phase == "update"
+        self._updating = phase == "update"
 
     # ------------------------------------------------------------------------------------------------- what is chosen
 
@@ -244,7 +245,7 @@ class _Switch:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Set the flags before the forward reads them; without gradients (`generate`) the cache must work."""
-        on = self.engine.active and torch.is_grad_enabled()
+        on = self.engine.active
         if on != self.on:
             self.on = on
             for m in self.modules:
@@ -253,7 +254,7 @@ class _Switch:
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     engine, forward = vars(self)[_MARK]
-    if engine.active and torch.is_grad_enabled():
+    if engine.active:
         return engine.run(forward, *args, **kwargs)
     return forward(*args, **kwargs)
 

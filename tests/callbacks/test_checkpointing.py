@@ -4,7 +4,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
@@ -284,6 +284,20 @@ def test_a_model_may_adapt_the_checkpoint_function():
     module = Hooked(llama())
     made = fit(module, IDS, GradientCheckpointing())
     assert module.calls == made.callbacks_calls() == len(IDS) * 3
+
+
+def test_on_in_a_trial_before_the_first_batch():
+    class Trial(Callback):
+        def on_train_start(self, trainer, pl_module):
+            before = trainer.callbacks_calls()
+            pl_module(VECTORS.dataset[0]).sum().backward()
+            self.calls = trainer.callbacks_calls() - before
+
+    trial = Trial()
+    callback = GradientCheckpointing("Block")
+    made = fit(Plain(), VECTORS, trial, callback)
+    assert trial.calls == 4
+    assert made.callbacks_calls() == 3 * 4
 
 
 def test_two_backwards_through_one_forward():
