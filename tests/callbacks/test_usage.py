@@ -38,6 +38,7 @@ def test_code_in_the_documentation_runs(code, tmp_path, monkeypatch):
     exec(compile(code, "callbacks.md", "exec"), {})
 
 
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # by Lightning's CLI
 def test_yaml_in_the_documentation_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["lit"])
     (config,) = re.findall(r"```yaml\n(.*?)```", DOCS, flags=re.DOTALL)
