@@ -118,6 +118,7 @@ class PPOHarness(LightningModule):
     def setup(self, stage: str) -> None:
         """Check everything that can be checked before a weight is loaded."""
         preflight.check_run(self, stage)
+        checkpoint.save_atomically(self.trainer)
 
     def configure_model(self) -> None:
         """Load the models, once."""
@@ -162,7 +163,7 @@ class PPOHarness(LightningModule):
         """Move what Lightning does not see (frozen roles, reward models) to where it computes."""
         reference = self.views.reference
         if reference is not None and reference.store is not self.views.actor.store:
-            config = self.sources["reference"]
+            config = preflight.plan(self).reference
             device = config.device if isinstance(config, RoleConfig) and config.device else self.device
             reference.store.to(device)
         if self.rewards is not None:
@@ -177,8 +178,10 @@ class PPOHarness(LightningModule):
         summary.print_table(self)
 
     def on_validation_start(self) -> None:
-        """Place the frozen roles, for a validation without a fit."""
+        """Place the frozen roles, for a validation without a fit; keep training's random states."""
+        self.save_logs()
         self.place_frozen()
+        checkpoint.hold_rng(self)
 
     def on_test_start(self) -> None:
         """Place the frozen roles."""
@@ -278,8 +281,18 @@ class PPOHarness(LightningModule):
         checkpoint.check_keys(self, state_dict)
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Have the last iteration's metrics written."""
+        self.save_logs()
+
+    def save_logs(self) -> None:
+        """Have loggers write what they hold (CSVLogger holds 100 rows), so that a killed run keeps its metrics."""
+        for logger in self.loggers:
+            logger.save()
+
     def on_save_checkpoint(self, ckpt: dict[str, Any]) -> None:
         """Save counters, controllers, random states and the fingerprints of the frozen roles."""
+        self.save_logs()
         ckpt["lit_ppo"] = checkpoint.state(self)
 
     def on_load_checkpoint(self, ckpt: dict[str, Any]) -> None:
