@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -87,7 +87,7 @@ class PPOLightningModule(PPOHarness):
         """Give every response token its old log-prob, value, reward and advantage."""
         self.set_mode(train=False)
         ppo = self.ppo
-        scores = self.rewards.score(rollout, self.tokenizer)
+        scores = self.score_responses(rollout)
         old, values, ref = self.evaluate_roles(rollout)
 
         mask = rollout.mask & scores.keep[:, None]
@@ -264,6 +264,14 @@ class PPOLightningModule(PPOHarness):
         self.means.add("objective/entropy", entropy_sum, len(rollout))
         return old, None if views.critic is None else values, None if views.reference is None else ref
 
+    def score_responses(self, rollout: Rollout) -> Scores:
+        """Ask the rewards; a reward model that runs out of memory is given fewer texts at once."""
+
+        def guard(size: int, body: Callable[[int], Tensor]) -> Tensor:
+            return self.oom_policy.run("reward", size, body, module=self)
+
+        return self.rewards.score(rollout, self.tokenizer, guard)
+
     def value_at_cut(self, rollout: Rollout) -> Tensor:
         """(B,) float32: the critic's value after the last token of truncated responses, 0 for the others."""
         size = self.oom_policy.size("score", self.ppo.score_batch_size or self.ppo.micro_batch_size or len(rollout))
@@ -346,7 +354,7 @@ class PPOLightningModule(PPOHarness):
         with self.in_phase("rollout"):
             rollout = self.generate(prompts, self.eval_sampling, stream, batch_idx)
         with self.in_phase("score"), torch.no_grad():
-            scores = self.rewards.score(rollout, self.tokenizer)
+            scores = self.score_responses(rollout)
         summary.record_evaluation(self.eval_means, rollout, scores)
         self.samples = summary.sample_rows(rollout, scores, self.tokenizer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from lit_ppo.rewards.resolve import resolve
 __all__ = ["FunctionReward", "ModelReward", "Reward", "RewardError", "RewardSum", "Samples", "Scores", "build_rewards"]
 
 RewardSpec = str | RewardConfig | dict[str, Any] | Callable[..., Any] | nn.Module | tuple[nn.Module, Any] | Reward
+
+
+Guard = Callable[[int, Callable[[int], Tensor]], Tensor]
 
 
 @dataclass
@@ -89,12 +93,15 @@ class RewardSum:
         for reward in self.rewards:
             reward.load(device or self.default_device or "cpu")
 
-    def score(self, rollout: Rollout, tokenizer: Any) -> Scores:
+    def score(self, rollout: Rollout, tokenizer: Any, guard: Guard | None = None) -> Scores:
         """Score the responses.
 
         Args:
             rollout: B prompts with responses, on any device.
             tokenizer: The policy's.
+            guard: Called with the batch size of a reward model and a function that scores with the size it is given;
+                returns that function's result. It may try again with a smaller one when memory runs out. Reward
+                functions are called once, whatever happens.
 
         Returns:
             The scores, on the rollout's device.
@@ -107,7 +114,12 @@ class RewardSum:
         keep = torch.ones(len(samples), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
         for reward in self.rewards:
-            scores = reward.score(samples) if len(samples) else torch.zeros(0, dtype=torch.float32)
+            if len(samples) == 0:
+                scores = torch.zeros(0, dtype=torch.float32)
+            elif guard is not None and reward.model is not None:
+                scores = guard(min(reward.config.batch_size, len(samples)), partial(reward.score, samples))
+            else:
+                scores = reward.score(samples)
             finite = scores.isfinite()
             if not finite.all():
                 bad = int(finite.logical_not().nonzero()[0])

@@ -110,8 +110,13 @@ class Reward(ABC):
         self._warned: set[str] = set()
 
     @abstractmethod
-    def score(self, samples: Samples) -> Tensor:
-        """Return (B,) float32 scores on the CPU; NaN and Inf are left for the caller to judge."""
+    def score(self, samples: Samples, batch_size: int | None = None) -> Tensor:
+        """Return (B,) float32 scores on the CPU; NaN and Inf are left for the caller to judge.
+
+        Args:
+            samples: B samples.
+            batch_size: Texts in one forward of a model; None: as configured. Functions get all samples at once.
+        """
 
     def check(self) -> None:  # noqa: B027 (most rewards have been checked when they are made)
         """Find every mistake that can be found without loading weights.

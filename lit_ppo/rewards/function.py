@@ -90,11 +90,12 @@ class FunctionReward(Reward):
                 )
         return arguments
 
-    def score(self, samples: Samples) -> Tensor:
+    def score(self, samples: Samples, batch_size: int | None = None) -> Tensor:
         """Call the function.
 
         Args:
             samples: B samples.
+            batch_size: Means nothing here: a function gets all samples at once.
 
         Returns:
             (B,) float32 on the CPU.

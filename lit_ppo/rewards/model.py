@@ -125,11 +125,12 @@ class ModelReward(Reward):
         self._limit = self._context()
         return frozen
 
-    def score(self, samples: Samples) -> Tensor:
-        """Score the texts, `config.batch_size` at a time.
+    def score(self, samples: Samples, batch_size: int | None = None) -> Tensor:
+        """Score the texts, `batch_size` at a time.
 
         Args:
             samples: B samples.
+            batch_size: None: `config.batch_size`.
 
         Returns:
             (B,) float32 on the CPU.
@@ -141,7 +142,7 @@ class ModelReward(Reward):
             raise self.fail("its model is not loaded. Call `load(device)` first.")
         ids = self._encode(samples)
         scores = torch.zeros(len(ids), dtype=torch.float32)
-        for rows in self._batches(ids):
+        for rows in self._batches(ids, batch_size or self.config.batch_size):
             scores[rows] = self._forward([ids[i] for i in rows])
         return scores
 
@@ -245,11 +246,11 @@ class ModelReward(Reward):
 
     # -- forward
 
-    def _batches(self, ids: list[list[int]]) -> Iterator[list[int]]:
+    def _batches(self, ids: list[list[int]], batch_size: int) -> Iterator[list[int]]:
         """Yield row numbers, texts of like length together."""
         batch: list[int] = []
         for i in sorted(range(len(ids)), key=lambda i: len(ids[i])):
-            full = len(batch) == self.config.batch_size
+            full = len(batch) == batch_size
             if batch and (full or (not self._pads and len(ids[i]) != len(ids[batch[0]]))):
                 yield batch
                 batch = []

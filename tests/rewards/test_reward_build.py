@@ -239,3 +239,28 @@ def test_the_current_directory_is_searched_once(project):
     build_rewards("my_rewards.brevity")
     build_rewards("my_rewards.judge")
     assert sys.path.count(str(Path.cwd())) == 1
+
+
+def test_a_guard_sizes_models_and_calls_functions_once(save, roll, policy_tokenizer):
+    """What `OOMGuard` stands on: a model is scored again with fewer texts, a function is not called again."""
+    calls = []
+
+    def count(responses):
+        calls.append(len(responses))
+        return [1.0] * len(responses)
+
+    rewards = build_rewards([count, {"source": save("llama"), "batch_size": 2, "name": "model"}])
+    rewards.load()
+    plain = rewards.score(roll(), policy_tokenizer)
+    sizes = []
+
+    def guard(size, body):
+        sizes.append(size)
+        body(size)
+        return body(1)
+
+    calls.clear()
+    guarded = rewards.score(roll(), policy_tokenizer, guard)
+    torch.testing.assert_close(guarded.total, plain.total)
+    assert sizes == [2]
+    assert len(calls) == 1
