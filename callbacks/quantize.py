@@ -116,6 +116,8 @@ class QuantizeModules(Callback):
         self._fingerprints: dict[str, int] = {}
         self._expected: dict[str, int] = {}
         self._undo: list[Any] = []
+        self._late: list[str] = []
+        self._quantize_role: Any = None
 
     @property
     @override
@@ -157,11 +159,41 @@ class QuantizeModules(Callback):
             for role in self.modules:
                 options.setdefault(role, {})["quantization_config"] = self._loading_config(device)
                 self._undo.append(partial(options[role].pop, "quantization_config", None))
-        after_configure_model(trainer, pl_module, self, lambda: self._apply(trainer, pl_module, quantize))
+        self._quantize_role = quantize
+
+        def act() -> None:
+            # A LightningModule with roles of its own may load some of them later.
+            self._late = self._apply(trainer, pl_module, self.modules, required=transforms is None)
+
+        after_configure_model(trainer, pl_module, self, act)
+
+    def _apply_late(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._late = self._apply(trainer, pl_module, self._late, required=True)
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Quantize what was loaded late."""
+        self._apply_late(trainer, pl_module)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Quantize what was loaded late."""
+        self._apply_late(trainer, pl_module)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Quantize what was loaded late."""
+        self._apply_late(trainer, pl_module)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Quantize what was loaded late."""
+        self._apply_late(trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the reports, and compare the weights with those that a resumed run had."""
+        self._apply_late(trainer, pl_module)
         for name, report in self.reports.items():
             values = {
                 "freed_gib": report.bytes_freed / 2**30,
@@ -194,13 +226,15 @@ class QuantizeModules(Callback):
 
     # ------------------------------------------------------------------------------------------------------ the work
 
-    def _apply(self, trainer: Trainer, pl_module: LightningModule, quantize: Any) -> None:
-        for name, module in self._targets(pl_module).items():
+    def _apply(self, trainer: Trainer, pl_module: LightningModule, patterns: list[str], *, required: bool) -> list[str]:
+        """Quantize what `patterns` mean; return those that mean nothing yet, unless it is `required`."""
+        targets, missing = self._targets(pl_module, patterns, required=required)
+        for name, module in targets.items():
             self._refuse_trainable(pl_module, name, module)
             registered = module in set(pl_module.modules())
             is_role = name in getattr(pl_module, "roles", {})
             if name not in self.reports or not quantized_layers(module):
-                new = quantize(name, module)
+                new = self._quantize_role(name, module)
                 if new is not module:
                     _replace(pl_module, name, new)
                     module = new
@@ -211,24 +245,30 @@ class QuantizeModules(Callback):
                 ignored = [*(trainer.strategy.kwargs.get("ignored_modules") or ()), module]
                 trainer.strategy.kwargs["ignored_modules"] = ignored
                 module.to(trainer.strategy.root_device)
+        return missing
 
-    def _targets(self, pl_module: LightningModule) -> dict[str, nn.Module]:
-        """The modules to quantize, by the name they are known by."""
+    def _targets(
+        self, pl_module: LightningModule, patterns: list[str], *, required: bool
+    ) -> tuple[dict[str, nn.Module], list[str]]:
+        """The modules to quantize, by the name they are known by; and the patterns that match none."""
         known: dict[str, nn.Module] = dict(getattr(pl_module, "roles", {}))
         held = {n: m for n, m in vars(pl_module).items() if isinstance(m, nn.Module)}  # not registered
         submodules = {clean_name(n): m for n, m in pl_module.named_modules() if n}
         found: dict[str, nn.Module] = {}
-        for pattern in self.modules:
+        missing: list[str] = []
+        for pattern in patterns:
             pools = ({n: m for n, m in pool.items() if _means(n, pattern)} for pool in (known, held, submodules))
             chosen = next((pool for pool in pools if pool), {})
-            if not chosen:
+            if not chosen and not required:
+                missing.append(pattern)
+            elif not chosen:
                 names = {*known, *held, *submodules}
                 raise ValueError(
                     f"`{type(self).__name__}(modules={pattern!r})` is no role, submodule or attribute of "
                     f"{type(pl_module).__name__}.{nearest(pattern, names)}"
                 )
             found |= chosen
-        return outermost(found)
+        return outermost(found), missing
 
     def _refuse_trainable(self, pl_module: LightningModule, name: str, module: nn.Module) -> None:
         adapters = name in getattr(

@@ -312,6 +312,26 @@ def test_a_role_is_quantized_by_the_loader_or_after_it(mode, while_loading, tmp_
     assert follows(module)
 
 
+def test_a_role_that_is_loaded_late_or_never(tmp_path):
+    class Late(Roles):
+        def on_fit_start(self):
+            self.ready = True
+            Roles.configure_model(self)
+
+        def configure_model(self):
+            if getattr(self, "ready", False):
+                super().configure_model()
+
+    reward_model().save_pretrained(tmp_path)
+    seed_everything(5, verbose=False)
+    module = Late(tmp_path)
+    callback = QuantizeRewardModel(while_loading=False)
+    trainer(callback, num_sanity_val_steps=1).fit(module, IDS, IDS)
+    assert callback.reports["reward"].layers == len(quantized_layers(module.reward)) == 14
+    with pytest.raises(ValueError, match=r"modules='rewards'.*Nearest names: `reward`"):
+        trainer(QuantizeRewardModel("rewards")).fit(Late(tmp_path), IDS)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_composes_with_freezing_and_checkpointing_in_any_order(order):
     reward = reward_model().requires_grad_(True)
