@@ -255,7 +255,9 @@ class OOMGuard(Callback):
         assert self._steps is not None
         own: Any = getattr(pl_module, "worst_case_batch", None)
         worst = self.worst_case(pl_module) if self.worst_case is not None else own() if callable(own) else None
-        whole = trainer.strategy.batch_to_device(worst) if worst is not None else batch.kwargs["batch"]
+        whole = batch.kwargs["batch"]
+        if worst is not None:
+            whole = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(worst))
         gradients = [(p, p.grad) for p in pl_module.parameters()]
         try:
             with LogRecorder(pl_module), self.policy.no_sync():
@@ -272,7 +274,7 @@ class OOMGuard(Callback):
             body, rows, module=pl_module, headroom=self.headroom, agree=self.policy.agree, device=pl_module.device
         )
         pl_module._current_fx_name = hook
-        if fits < rows:
+        if fits is not None:
             self.policy.sizes[phase] = min(fits, self.policy.sizes.get(phase, fits))
             rank_zero_info(f"OOMGuard: {phase} fits {fits} of {rows} rows at once with {self.headroom:.0%} headroom.")
 
@@ -282,7 +284,8 @@ class OOMGuard(Callback):
         step = pl_module.training_step
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            if trainer.world_size > 1 or not self.policy.recover or hasattr(trainer.precision_plugin, "scaler"):
+            scaler = getattr(trainer.precision_plugin, "scaler", None)  # its scale cannot be put back
+            if trainer.world_size > 1 or not self.policy.recover or scaler is not None:
                 return step(*args, **kwargs)
             self._step_undo = undo = StepUndo(trainer, pl_module, expected=self._manual_steps)
             recorder = LogRecorder(pl_module)

@@ -20,15 +20,15 @@ def largest_that_fits(
     headroom: float,
     agree: Callable[[int], int],
     device: torch.device,
-) -> int:
-    """Return the largest size at which `body(size)` does not run out of memory on any rank.
+) -> int | None:
+    """Return the largest size at which `body(size)` does not run out of memory on any rank; None: all rows fit.
 
     Random states, buffers and metrics are put back and gradients dropped after every try. Sizes are halved until one
     fits, then the gap is bisected. Every rank tries the same sizes.
 
     Args:
-        body: Does the work, without stepping an optimizer.
-        rows: The largest size, >= 1.
+        body: Does the work, without stepping an optimizer. A size above its own rows means all of them.
+        rows: The largest size on this rank, >= 1.
         module: Whose state is put back.
         headroom: Part of the memory available to this process to leave free; it has an effect on CUDA alone.
         agree: Maximum of an integer over all ranks.
@@ -38,30 +38,32 @@ def largest_that_fits(
         OutOfMemoryReport: One row does not fit.
     """
     snapshot = Snapshot(module)
-    error: BaseException | None = None
+    report: str | None = None
 
     def fits(size: int) -> bool:
-        nonlocal error
-        error = None
+        nonlocal report
+        failed = False
         try:
             with _leaving(headroom, device):
                 body(size)
         except RuntimeError as problem:
             if not is_out_of_memory(problem):
                 raise
-            error = problem.with_traceback(None)  # without the frames, which hold tensors
+            failed = True
+            if size == 1:  # now, while it holds what it holds
+                reason = f"One row does not fit with {headroom:.0%} of the memory left free."
+                report = memory_report(module, phase="the dry run", size=1, reason=reason, error=problem)
         for parameter in module.parameters():
             parameter.grad = None
         snapshot.restore()
         release_memory()
-        return agree(int(error is not None)) == 0
+        return agree(int(failed)) == 0
 
-    rows = -agree(-rows)  # uneven ranks try the same sizes
-    low, high = rows, rows + 1
+    most = agree(rows)  # uneven ranks try the same sizes
+    low, high = most, most + 1
     while not fits(low):
         if low == 1:
-            reason = f"One row does not fit with {headroom:.0%} of the memory left free."
-            raise OutOfMemoryReport(memory_report(module, phase="the dry run", size=1, reason=reason, error=error))
+            raise OutOfMemoryReport(report or "Another rank cannot fit one row in the dry run; all ranks stop here.")
         low, high = low // 2, low
     while high - low > 1:
         middle = (low + high) // 2
@@ -69,7 +71,7 @@ def largest_that_fits(
             low = middle
         else:
             high = middle
-    return low
+    return low if low < most else None
 
 
 @contextmanager

@@ -48,8 +48,10 @@ class Ranks:
         Raises:
             MisconfigurationException: A setting of DDP, or a layer, under which a step cannot be undone by itself.
         """
+        if self.ddp is None:
+            return
         problems = {
-            "`static_graph=True`": self.ddp is not None and self.ddp.static_graph,
+            "`static_graph=True`": self.ddp.static_graph,
             "`ddp_comm_hook`": comm_hook is not None,
             "parameters that DDP ignores": bool(getattr(self.module, "_ddp_params_and_buffers_to_ignore", None)),
             "`SyncBatchNorm`": any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()),

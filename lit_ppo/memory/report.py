@@ -136,7 +136,7 @@ def _levers(
             "set PYTORCH_ALLOC_CONF=expandable_segments:True (older name: PYTORCH_CUDA_ALLOC_CONF) before the start"
         )
         found.append((gap, f"fragmentation: {advice}"))
-    if (others := use.get("other processes", 0)) > GIB:
+    if (others := use.get("other processes and contexts", 0)) > GIB:
         found.append((others, "other processes hold memory on this device: stop them or use another device"))
     return sorted(found, key=lambda lever: -lever[0])
 
@@ -182,7 +182,7 @@ def _device_use(device: torch.device) -> dict[str, int]:
         "allocated": allocated,
         "reserved": reserved,
         "reserved but unallocated (fragmentation)": reserved - allocated,
-        "other processes": max(0, total - free - reserved),
+        "other processes and contexts": max(0, total - free - reserved),
         "free": free,
         "device": total,
     }
