@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import sys
 from dataclasses import asdict, is_dataclass
+from functools import reduce
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
+from typing_extensions import override
 
 from lit_ppo.roles.build import saved_names
 from lit_ppo.roles.loading import fingerprint
@@ -42,6 +49,8 @@ def save_hyperparameters(module: PPOHarness, reward: Any) -> None:
 
 def plain(value: Any) -> Any:
     """Return a value as strings, numbers, lists and dicts; functions as their import path; the rest as None."""
+    if isinstance(value, np.generic):
+        value = value.item()  # numpy's numbers do not load with `weights_only=True`
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if is_dataclass(value) and not isinstance(value, type):
@@ -51,9 +60,11 @@ def plain(value: Any) -> Any:
         return None if any(i is None and v is not None for i, v in zip(items, value, strict=True)) else items
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
-    name, home = getattr(value, "__qualname__", "<"), getattr(value, "__module__", "__main__")
-    importable = callable(value) and "<" not in name and home not in ("__main__", None)
-    return f"{home}.{name}" if importable and not isinstance(value, nn.Module) else None
+    name, home = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
+    if not callable(value) or name is None or home in ("__main__", None) or isinstance(value, nn.Module):
+        return None
+    found = reduce(lambda owner, part: getattr(owner, part, None), name.split("."), sys.modules.get(home))
+    return f"{home}.{name}" if found is value else None  # a lambda, closure or bound method is no import
 
 
 def state(module: PPOHarness) -> dict[str, Any]:
@@ -82,16 +93,19 @@ def restore(module: PPOHarness, ckpt: dict[str, Any]) -> None:
             "This checkpoint was not written by PPOLightningModule (it has no `lit_ppo` entry). To start from its "
             "weights, export them to a folder and pass that as `actor`."
         )
-    here = architecture(module)
-    for role, theirs in saved["architecture"].items():
-        if here.get(role) != theirs:
+    here, there = architecture(module), saved["architecture"]
+    for role in sorted(here.keys() | there.keys()):
+        if here.get(role) != there.get(role):
             raise ValueError(
-                f"This checkpoint's `{role}` is {describe(theirs)}, and this module's is {describe(here.get(role))}. "
+                f"This checkpoint's `{role}` is {describe(there.get(role))}, and this module's is "
+                f"{describe(here.get(role))}. "
                 "Use the configuration that the checkpoint was trained with."
             )
     for name, theirs in saved["fingerprints"].items():
         ours = module.fingerprints.get(name)
         if ours is not None and ours != theirs:
+            if ckpt.get("state_dict"):
+                check_keys(module, ckpt["state_dict"])  # other shapes or adapters are the better explanation
             raise ValueError(
                 f"The frozen `{name}` is not the one that this checkpoint was trained with (its weights have changed: "
                 f"{theirs} then, {ours} now). Restore the original weights at its source."
@@ -136,6 +150,16 @@ def set_rng_state(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all([s.cpu() for s in states["cuda"]])
 
 
+def hold_rng(module: PPOHarness) -> None:
+    """Remember the random states before an evaluation; with `release_rng`, a validation changes nothing in training."""
+    module.cache["held rng"] = rng_state()
+
+
+def release_rng(module: PPOHarness) -> None:
+    """Put back what `hold_rng` remembered, before the end of the evaluation is saved."""
+    set_rng_state(module.cache.pop("held rng"))
+
+
 def gather(value: Any) -> list[Any]:
     """Return every rank's value, in the order of ranks."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -147,11 +171,14 @@ def gather(value: Any) -> list[Any]:
 
 def architecture(module: PPOHarness) -> dict[str, dict[str, Any]]:
     """Return what tells models apart, for the roles that are saved."""
+    if module.views is None:
+        return {}
     views = {"actor": module.views.actor, "critic": module.views.critic}
     return {
         role: {
             **{key: getattr(view.store.base.config.get_text_config(), key, None) for key in ARCHITECTURE},
             "adapter": view.adapter,
+            "layout": module.layout,
             "lora_rank": None if module.lora is None else module.lora.r,
         }
         for role, view in views.items()
@@ -163,7 +190,8 @@ def describe(arch: dict[str, Any] | None) -> str:
     """Say what `architecture` returned of one role."""
     if arch is None:
         return "absent"
-    adapter = f" with a LoRA adapter of rank {arch['lora_rank']}" if arch["adapter"] else ""
+    trunk = " on a shared trunk" if arch["layout"] == "shared" else ""
+    adapter = f" with a LoRA adapter of rank {arch['lora_rank']}{trunk}" if arch["adapter"] else ""
     return (
         f"a {arch['model_type']} of {arch['num_hidden_layers']} layers, hidden size {arch['hidden_size']}, "
         f"vocabulary {arch['vocab_size']}{adapter}"
@@ -222,3 +250,51 @@ def check_keys(module: PPOHarness, given: dict[str, Any]) -> None:
         raise RuntimeError(
             f"This checkpoint is of another model; {'; '.join(parts)}. Use the configuration it was trained with."
         )
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place, flushes it to the disk and renames it, so that a kill costs nothing old.
+
+    Lightning's own goes through the system's temporary folder. Where that is another filesystem, its last step is a
+    copy over the previous file, and a kill during it, or a full disk, leaves neither.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save to a local path; others go Lightning's way.
+
+        Raises:
+            OSError: It cannot be written. What was there before is untouched.
+        """
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        final = Path(path)
+        part = final.with_name(f"{final.name}.part")
+        final.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(part, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, final)
+        except BaseException as error:
+            written = part.stat().st_size if part.is_file() else 0
+            part.unlink(missing_ok=True)
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):  # torch.save hides it behind its own
+                cause = cause.__context__
+            if cause is None:
+                raise
+            free = shutil.disk_usage(final.parent).free
+            raise OSError(
+                cause.errno,
+                f"The checkpoint {str(final)!r} cannot be written: {cause.strerror} after {written:,} bytes, with "
+                f"{free:,} bytes free. Earlier checkpoints are intact: make room, and resume from the last one.",
+            ) from error
+
+
+def save_atomically(trainer: Any) -> None:
+    """Give a trainer `AtomicCheckpointIO`, unless it was given a checkpoint plugin."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Number
 from typing import Any, TypeVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -42,6 +43,8 @@ def from_dict(cls: type[T], value: T | dict[str, Any] | None) -> T:
     if value is None:
         return cls()
     if isinstance(value, cls):
+        for f in fields(cls):  # type: ignore[arg-type]
+            setattr(value, f.name, _python(getattr(value, f.name)))
         return value
     if not isinstance(value, dict):
         raise TypeError(f"Expected {cls.__name__} or a dict of its fields, got {type(value).__name__}: {value!r}.")
@@ -51,7 +54,12 @@ def from_dict(cls: type[T], value: T | dict[str, Any] | None) -> T:
             near = difflib.get_close_matches(key, names, n=1)
             hint = f" Did you mean `{near[0]}`?" if near else f" Its options are: {', '.join(names)}."
             raise ValueError(f"`{key}` is not an option of {cls.__name__}.{hint}")
-    return cls(**value)
+    return cls(**{key: _python(option) for key, option in value.items()})
+
+
+def _python(value: Any) -> Any:
+    """Return numpy's numbers as Python's: in a checkpoint, the former do not load with ``weights_only=True``."""
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
 
 
 def choice(owner: str, name: str, value: str, options: Sequence[str]) -> None:

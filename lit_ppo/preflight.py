@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,11 @@ def check_run(module: PPOHarness, stage: str) -> None:
     if trainer.log_every_n_steps == 50:  # Lightning's default, made for steps that take milliseconds
         trainer.log_every_n_steps = 1
     check_checkpoints(trainer, ppo)
-    check_writable(trainer.default_root_dir)
+    check_writable("default_root_dir", trainer.default_root_dir)
+    for callback in trainer.checkpoint_callbacks:
+        check_writable("ModelCheckpoint(dirpath=...)", getattr(callback, "dirpath", None))
+    for logger in trainer.loggers:
+        check_writable(f"{type(logger).__name__}(save_dir=...)", logger.save_dir)
 
 
 def check_batch(module: PPOHarness, episodes: int) -> None:
@@ -166,10 +171,16 @@ def check_checkpoints(trainer: Any, ppo: PPOConfig) -> None:
 
     Lightning looks at them once a training_step, after all optimizer steps of the iteration.
     """
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
     updates = ppo.epochs * ppo.minibatches
     for callback in trainer.callbacks:
+        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+            raise ValueError(
+                f"`{type(callback).__name__}` would save on an exception, in the middle of an iteration: with part of "
+                "its optimizer steps taken, such a run cannot be continued. Use `ModelCheckpoint("
+                f"every_n_train_steps={updates}, save_last=True)`, which saves after every iteration."
+            )
         if not isinstance(callback, ModelCheckpoint):
             continue
         every = callback._every_n_train_steps
@@ -189,15 +200,21 @@ def check_checkpoints(trainer: Any, ppo: PPOConfig) -> None:
                 f"`ModelCheckpoint(every_n_train_steps={every})` would miss most of its turns. Use `every_n_epochs`, "
                 "or `monitor` a metric."
             )
+        if every >= 1:  # Lightning advises to save weights from before the optimizer's step: here its result is meant
+            warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")
 
 
-def check_writable(folder: str) -> None:
+def check_writable(option: str, folder: Any) -> None:
     """Check that checkpoints and logs can be written, before hours of training.
 
+    Args:
+        option: Where the folder comes from, for the error.
+        folder: A local path, which is made; or None or a URL, which are let through.
+
     Raises:
-        OSError: They cannot.
+        OSError: It cannot be written.
     """
-    if "://" in folder:
+    if folder is None or "://" in str(folder):
         return
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -208,7 +225,7 @@ def check_writable(folder: str) -> None:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"`default_root_dir={folder!r}` cannot be written: {error.strerror}. Checkpoints and logs would be lost; "
+            f"`{option}`, {str(folder)!r}, cannot be written: {error.strerror}. Checkpoints and logs would be lost; "
             "choose another folder.",
         ) from error
 
