@@ -1,0 +1,72 @@
+"""The command line: `lit-ppo fit --config run.yaml`, and the other commands that `lit-ppo --help` lists."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+COMMANDS = {
+    "fit": ("lit_ppo.cli.trainer", "Train a policy with PPO; resume with --ckpt_path last or a file."),
+    "validate": ("lit_ppo.cli.trainer", "Sample and score the validation prompts; print the metrics."),
+    "test": ("lit_ppo.cli.trainer", "Sample and score the test prompts; print the metrics."),
+    "predict": ("lit_ppo.cli.trainer", "Sample responses and write them to a JSONL file."),
+    "generate": ("lit_ppo.cli.generate", "Sample responses to prompts given on the command line."),
+    "export": ("lit_ppo.cli.export", "Turn a checkpoint into a folder for plain transformers or PEFT."),
+}
+"""Each command's module, which has a `run`, and its one line of help."""
+
+USAGE = f"""usage: lit-ppo COMMAND [options]
+
+PPO for language models on PyTorch Lightning.
+
+commands:
+{chr(10).join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())}
+
+`lit-ppo COMMAND --help` lists a command's options. LIT_PPO_DEBUG=1 shows tracebacks of configuration errors."""
+
+
+def main(
+    argv: Sequence[str] | None = None, module_class: type[Any] | None = None, data_class: type[Any] | None = None
+) -> int:
+    """Run a command; the entry point of `lit-ppo`.
+
+    Args:
+        argv: Command and options. None: those of the process.
+        module_class: A subclass of PPOLightningModule, for a command line of your own.
+        data_class: A LightningDataModule to use in place of PromptDataModule.
+
+    Returns:
+        The exit code: 0, or 1 where the configuration cannot work. Options that cannot be parsed exit with 2.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if argv[0] in ("-V", "--version"):
+        from lit_ppo import __version__
+
+        print(f"lit-ppo {__version__}")
+        return 0
+    command = argv[0]
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f" Did you mean `{near[0]}`?" if near else f" The commands are: {', '.join(COMMANDS)}."
+        print(f"error: `{command}` is not a command of lit-ppo.{hint}", file=sys.stderr)
+        return 2
+    cwd = os.getcwd()
+    if cwd not in sys.path and "" not in sys.path:
+        sys.path.insert(0, cwd)  # as `python -m` does: reward functions and callbacks of the user's own project
+    from lit_ppo.cli.errors import is_configuration_error, message_of
+
+    try:
+        import_module(COMMANDS[command][0]).run(argv, module_class=module_class, data_class=data_class)
+    except Exception as error:
+        if os.environ.get("LIT_PPO_DEBUG") or not is_configuration_error(error):
+            raise
+        print(f"error: {message_of(error)}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,32 @@
+"""`lit-ppo export`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def run(argv: list[str], **_: Any) -> None:
+    """Export a model of a checkpoint.
+
+    Args:
+        argv: The command and its options.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lit-ppo export",
+        description="Turn a checkpoint into a folder with weights, tokenizer, generation config and chat template. "
+        "It loads in plain transformers; adapters load in PEFT, or with --merge in plain transformers.",
+    )
+    parser.add_argument("--ckpt", required=True, metavar="FILE", help="Checkpoint of a fit.")
+    parser.add_argument("--to", required=True, metavar="DIR", help="The folder; must not exist, or be empty.")
+    parser.add_argument("--role", choices=["actor", "critic"], default="actor", help="Which model (default: actor).")
+    parser.add_argument("--merge", action="store_true", help="Add the adapter to the trunk's weights.")
+    parser.add_argument("--overwrite", action="store_true", help="Replace an earlier export.")
+    args = parser.parse_args(argv[1:])
+
+    from lit_ppo.export import check_target, export, load_module, load_policy
+
+    check_target(args.to, overwrite=args.overwrite)
+    module = load_policy(args.ckpt) if args.role == "actor" else load_module(args.ckpt)
+    folder = export(module, args.to, role=args.role, merge=args.merge, overwrite=args.overwrite)
+    print(f"{args.role} written to {folder}")

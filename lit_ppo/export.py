@@ -1,0 +1,259 @@
+"""Models out of lit-ppo: folders that load in plain transformers or PEFT."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lit_ppo.config import PPOConfig, SamplingConfig, choice, from_dict
+from lit_ppo.roles.adapters import tuner_layers
+
+if TYPE_CHECKING:
+    from lit_ppo.module import PPOLightningModule
+
+ROLES = ("actor", "critic")
+NO_REFERENCE: dict[str, Any] = {"kl_coef": 0.0, "kl_target": None, "kl_loss_coef": 0.0, "log_kl": False}
+NO_CRITIC: dict[str, Any] = {"advantage": "reinforce_pp", "bootstrap_truncated": False, "critic_warmup_iterations": 0}
+
+
+def export(
+    module: PPOLightningModule,
+    directory: str | os.PathLike[str],
+    role: str = "actor",
+    merge: bool = False,
+    overwrite: bool = False,
+) -> Path:
+    """Write one of the trained models, with its tokenizer, generation config and chat template, to a folder.
+
+    A fully trained model, or with `merge` an adapter added to its trunk, is what `from_pretrained` of transformers
+    loads: `AutoModelForCausalLM` for the actor, `AutoModelForSequenceClassification` for the critic. An adapter alone
+    is what `PeftModel.from_pretrained` loads. The folder appears when it is complete. The module is not changed.
+
+    Args:
+        module: With its models loaded (by a fit, `load_policy` or `load_module`).
+        directory: Where; must not exist, or be empty.
+        role: "actor" or "critic".
+        merge: Add the adapter to the trunk's weights.
+        overwrite: Replace an earlier export.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: There is no such model, or it cannot be written in this form.
+        FileExistsError: The folder is in use.
+    """
+    choice("", "role", role, ROLES)
+    view = None if module.views is None else getattr(module.views, role)
+    if view is None:
+        why = "its models are not loaded yet" if module.views is None else "`ppo.advantage` uses no critic"
+        raise ValueError(f"`role={role!r}`: this module has none, as {why}.")
+    target = Path(directory)
+    source = getattr(view.store.base, "name_or_path", "")
+    check_target(target, source, overwrite)
+    adapted = view.adapter is not None
+    if role == "critic" and module.layout == "shared":
+        raise ValueError(
+            '`role="critic"` is an adapter and a head on the actor\'s trunk (`layout: shared`), which no class of '
+            "transformers loads. Only a critic of `layout: separate` can be exported."
+        )
+    if role == "critic" and adapted and not merge:
+        raise ValueError('`role="critic"` has a trained head, which is no part of an adapter: use `merge` as well.')
+    if merge and not adapted:
+        raise ValueError(f"`merge`: the {role} was trained without adapters. Leave it out.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        folder = scratch / "export"
+        if not adapted:
+            view.store.model.save_pretrained(folder)
+        elif merge:
+            merged(view.store.base, view.adapter).save_pretrained(folder)
+        else:
+            _save_adapter(view.store.model, view.adapter, source, folder)
+        module.tokenizer.save_pretrained(folder)
+        if target.exists():
+            os.replace(target, scratch / "old")
+        os.replace(folder, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def check_target(directory: str | os.PathLike[str], source: str = "", overwrite: bool = False) -> None:
+    """Refuse a folder that an export would damage.
+
+    Args:
+        directory: Where an export would go.
+        source: Where the model came from, if that is known yet.
+        overwrite: Whether an earlier export may be replaced.
+
+    Raises:
+        FileExistsError: The folder is in use.
+    """
+    target = Path(directory)
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"`{target}` is a file. Give a folder that does not exist yet.")
+    if source and target.exists() and Path(source).exists() and os.path.samefile(target, source):
+        raise FileExistsError(f"`{target}` holds the model that the training started from. Choose another folder.")
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise FileExistsError(f"`{target}` is not empty. Choose another folder, or replace an export with `overwrite`.")
+    if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise FileExistsError(f"`{target}` is not an export (it has no config.json), so `overwrite` leaves it alone.")
+
+
+def merged(base: Any, adapter: str) -> Any:
+    """Return a new model on the CPU with an adapter added to its trunk; the trunk itself is not touched.
+
+    Args:
+        base: A transformers model whose layers carry adapters.
+        adapter: Which one.
+
+    Raises:
+        ValueError: The trunk is quantized, or the adapter is on one of two tied embeddings.
+    """
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in base.state_dict().items():
+        if "lora_" not in name:
+            state[name.replace(".base_layer.", ".")] = tensor.detach().cpu()
+    layers = {layer: name for name, layer in base.named_modules()}
+    for layer in tuner_layers(base):
+        key = f"{layers[layer]}.weight"
+        if not state[key].is_floating_point():
+            raise ValueError(
+                f"`merge`: the trunk is quantized ({layers[layer]} holds {state[key].dtype}), and adding to rounded "
+                "weights would round again. Export the adapter without `merge`, and merge it into the original model."
+            )
+        delta = layer.get_delta_weight(adapter).detach().cpu()
+        state[key] = (state[key].float() + delta.float()).to(state[key].dtype)
+    if base.config.get_text_config().tie_word_embeddings:
+        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        if any(end in layers and end in tuner_layers(base) for end in ends if end is not None):
+            raise ValueError(
+                "`merge`: the adapter is on one of the two tied embeddings, which could then no longer be the same "
+                "weights. Export the adapter without `merge`."
+            )
+    with torch.device("meta"):
+        model = type(base)(copy.deepcopy(base.config))
+    missing = model.load_state_dict(state, strict=False, assign=True).missing_keys
+    model.tie_weights()
+    left = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if left:
+        raise ValueError(f"`merge`: {type(base).__name__} lacks the weights {', '.join(missing or left)}.")
+    if getattr(base, "generation_config", None) is not None:
+        model.generation_config = copy.deepcopy(base.generation_config)
+    return model
+
+
+def _save_adapter(model: Any, adapter: str, source: str, folder: Path) -> None:
+    """Save one adapter of a PEFT model as the only one of a folder."""
+    settings = model.peft_config[adapter]
+    before = settings.base_model_name_or_path
+    settings.base_model_name_or_path = os.path.abspath(source) if Path(source).is_dir() else source
+    try:
+        model.save_pretrained(folder, selected_adapters=[adapter])  # in a folder of the adapter's name
+    finally:
+        settings.base_model_name_or_path = before
+    for path in (folder / adapter).iterdir():
+        path.rename(folder / path.name)
+    (folder / adapter).rmdir()
+    config = getattr(model.get_base_model(), "generation_config", None)
+    if config is not None:
+        config.save_pretrained(folder)
+
+
+def load_policy(
+    path: str | os.PathLike[str], eval_sampling: dict[str, Any] | None = None, seed: int | None = None
+) -> PPOLightningModule:
+    """Load the actor alone from a checkpoint: no critic, no reference, no reward.
+
+    Args:
+        path: A checkpoint file of PPOLightningModule.
+        eval_sampling: Fields of SamplingConfig that replace the checkpoint's own for evaluation.
+        seed: Of the sampling noise; None: the checkpoint's.
+
+    Raises:
+        ValueError: The file is no such checkpoint, or the model that it builds on is gone or another one.
+        OSError: It cannot be read.
+    """
+    ckpt = _read(path)
+    given = ckpt["hyper_parameters"]
+    sampling = from_dict(SamplingConfig, {**given["eval_sampling"], **(eval_sampling or {})})
+    changes: dict[str, Any] = {
+        "reward": None,
+        "critic": None,
+        "ppo": NO_REFERENCE | NO_CRITIC | {"rollout_batch_size": given["ppo"].get("rollout_batch_size")},
+        "sampling": {"max_new_tokens": sampling.max_new_tokens},
+        "eval_sampling": asdict(sampling),
+    }
+    if seed is not None:
+        changes["seed"] = seed
+    return _build(ckpt, changes)
+
+
+def load_module(path: str | os.PathLike[str]) -> PPOLightningModule:
+    """Load actor and critic from a checkpoint, without the reference.
+
+    Args:
+        path: A checkpoint file of PPOLightningModule.
+
+    Raises:
+        ValueError: The file is no such checkpoint, or the models that it builds on are gone or other ones.
+        OSError: It cannot be read.
+    """
+    ckpt = _read(path)
+    ppo = from_dict(PPOConfig, ckpt["hyper_parameters"]["ppo"])
+    return _build(ckpt, {"ppo": asdict(ppo) | NO_REFERENCE})
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    where = Path(path)
+    if where.is_dir():
+        raise ValueError(
+            f"`ckpt={str(path)!r}` is a folder: a sharded checkpoint. Make it one file first: "
+            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`."
+        )
+    if not where.is_file():
+        raise FileNotFoundError(f"`ckpt={str(path)!r}` does not exist.")
+    try:
+        ckpt: dict[str, Any] = torch.load(where, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ValueError(
+            f"`ckpt={str(path)!r}` cannot be read as a checkpoint: {str(error).splitlines()[0]}"
+        ) from error
+    if "lit_ppo" not in ckpt or "hyper_parameters" not in ckpt:
+        raise ValueError(f"`ckpt={str(path)!r}` was not written by PPOLightningModule (it has no `lit_ppo` entry).")
+    return ckpt
+
+
+def _build(ckpt: dict[str, Any], changes: dict[str, Any]) -> PPOLightningModule:
+    """Build the module of a checkpoint with other arguments, and load those weights that it has."""
+    from lit_ppo.module import PPOLightningModule
+
+    given = {**ckpt["hyper_parameters"], "reference": None, **changes}
+    if given["actor"] is None:
+        raise ValueError(
+            "This checkpoint was trained from a model made in Python, whose source it does not know. Build the module "
+            "in Python, load the checkpoint into it, and call `lit_ppo.export.export(module, directory)`."
+        )
+    module = PPOLightningModule(**given)
+    module.configure_model()
+    for name, theirs in ckpt["lit_ppo"]["fingerprints"].items():
+        ours = module.fingerprints.get(name)
+        if ours is not None and ours != theirs:
+            raise ValueError(
+                f"The {name} at `actor={given['actor']!r}` is not the one that this checkpoint was trained on: its "
+                "weights have changed. Restore the original there."
+            )
+    wanted = module.state_dict().keys()
+    module.load_state_dict({key: value for key, value in ckpt["state_dict"].items() if key in wanted})
+    return module.eval()
