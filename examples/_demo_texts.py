@@ -43,7 +43,7 @@ def beginnings(reviews: list[str], words: int, vocabulary: set[str] | None = Non
         words: How many to take.
         vocabulary: Leave out beginnings with another word than these; None: keep all.
     """
-    found = {}
+    found: dict[str, None] = {}
     for review in reviews:
         start = review.split()[:words]
         if len(review.split()) > words and (vocabulary is None or vocabulary.issuperset(start)):

@@ -52,7 +52,7 @@ class Settings:
     ppo: PPOConfig
     optim: OptimConfig
     accelerator: str = "cpu"
-    precision: str = "32-true"
+    precision: Any = "32-true"
     pretraining: Pretraining = field(default_factory=Pretraining)
     held_out: int = 256
     """Prompts for evaluation."""
@@ -78,7 +78,7 @@ SETTINGS = {
         request="Write one sentence of a film review. It starts with: {}",
         sampling=SamplingConfig(max_new_tokens=40, temperature=0.7),
         ppo=PPOConfig(epochs=2, minibatches=2, kl_coef=0.05, value_clip=None),
-        optim=OptimConfig(actor_lr=1e-5, critic_lr=3e-5, schedule="linear", warmup_iterations=5),
+        optim=OptimConfig(actor_lr=2e-5, critic_lr=5e-5, schedule="linear", warmup_iterations=5),
         accelerator="auto",
         precision="bf16-mixed" if torch.cuda.is_available() else "32-true",
     ),
