@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -147,13 +148,26 @@ def report_loaded(module: nn.Module) -> QuantizationReport:
 
 
 def prepare(module: nn.Module) -> None:
-    """Keep bitsandbytes from repacking 4-bit weights for the CPU in a forward.
+    """Make bitsandbytes' layers movable between devices, before and after their first forward.
 
-    The packed form cannot move to another device, rounds the constants to bfloat16 and refuses some shapes.
+    4-bit layers would repack their weights for the CPU in a forward; the packed form cannot move, rounds the constants
+    to bfloat16 and refuses some shapes. 8-bit layers would leave their constants behind.
     """
     for layer in quantized_layers(module).values():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
+        if hasattr(layer.weight, "SCB"):
+            object.__setattr__(layer, "_apply", MethodType(_apply_8bit, layer))
+
+
+def _apply_8bit(self: Any, fn: Any, recurse: bool = True) -> Any:
+    nn.Module._apply(self, fn, recurse)
+    for holder in (self.weight, self.state):
+        if getattr(holder, "CB", None) is not None:
+            holder.CB = self.weight.data
+        if getattr(holder, "SCB", None) is not None:
+            holder.SCB = holder.SCB.to(self.weight.device)
+    return self
 
 
 def nbytes(module: nn.Module) -> int:
@@ -214,9 +228,13 @@ def _dequantized(layer: Any) -> Tensor:
 
 
 def _layer_error(weight: Tensor, restored: Tensor) -> float:
-    inputs = torch.randn(PROBE_TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    inputs = inputs.to(weight.device)
+    shape = (PROBE_TOKENS, weight.shape[1])
+    inputs = torch.randn(shape, generator=_generator(), dtype=torch.float32, device="cpu").to(weight.device)
     return _relative(inputs @ restored.float().t(), inputs @ weight.float().t())
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(0)  # by name: Lightning sets the default device here
 
 
 def _relative(value: Tensor, expected: Tensor) -> float:
@@ -230,12 +248,13 @@ def _probe_output(module: Any) -> Tensor | None:
         return None
     text = config.get_text_config()
     rows = 1 if text.pad_token_id is None else PROBE_ROWS  # classifiers take no more without one
-    ids = torch.randint(text.vocab_size, (rows, PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    shape = (rows, PROBE_TOKENS)
+    ids = torch.randint(text.vocab_size, shape, generator=_generator(), device="cpu").to(module.device)
     modes = {m: m.training for m in module.modules()}
     module.eval()
     try:
         with torch.autocast(module.device.type, enabled=False):
-            return module(input_ids=ids.to(module.device), attention_mask=torch.ones_like(ids).to(module.device))[0]
+            return module(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
     finally:
         for m, training in modes.items():
             m.training = training

@@ -157,8 +157,14 @@ class QuantizeModules(Callback):
         options = getattr(pl_module, "role_load_kwargs", None)
         if options is not None and self.while_loading:
             for role in self.modules:
-                options.setdefault(role, {})["quantization_config"] = self._loading_config(device)
-                self._undo.append(partial(options[role].pop, "quantization_config", None))
+                before = dict(options.get(role, {}))
+                # By itself transformers would take the first GPU, even for a run on the CPU.
+                options[role] = {
+                    "device_map": {"": device},
+                    **before,
+                    "quantization_config": self._loading_config(device),
+                }
+                self._undo.append(partial(options.__setitem__, role, before))
         self._quantize_role = quantize
 
         def act() -> None:
@@ -334,12 +340,8 @@ class QuantizeRewardModel(QuantizeModules):
 
     Args:
         modules: The role, submodule or attribute that is the reward model.
-        mode: As in `QuantizeModules`; the other arguments too.
-        double_quant: As in `QuantizeModules`.
-        skip: As in `QuantizeModules`; its head (``score``, ``classifier``, ``lm_head``) stays at full precision.
-        compute_dtype: As in `QuantizeModules`.
-        while_loading: As in `QuantizeModules`.
-        probe: As in `QuantizeModules`.
+        mode, double_quant, skip, compute_dtype, while_loading, probe: As in `QuantizeModules`; by default the head
+            (``score``, ``classifier``, ``lm_head``) stays at full precision.
 
     Raises:
         ValueError: As `QuantizeModules`.

@@ -16,6 +16,7 @@ from lit_ppo.callbacks._bitsandbytes import nbytes, quantized_layers
 
 bnb = pytest.importorskip("bitsandbytes")
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated"),
@@ -353,6 +354,24 @@ def test_lora_adapters_stay_at_full_precision():
     names = quantized_layers(module.reward)
     assert len(names) == 14
     assert not any("lora" in n or "score" in n for n in names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("mode", ["nf4", "fp4", "int8"])
+def test_on_cuda_and_between_devices(mode, precision):
+    module, callback = ranker(), QuantizeRewardModel(mode=mode)
+    trainer(callback, accelerator="gpu", devices=1, precision=precision).fit(module, IDS)
+    assert ERROR[mode][0] < callback.reports["reward"].layer_error < ERROR[mode][1]
+    assert follows(module)
+    reward = module.reward.float()
+    with torch.no_grad():
+        ids = torch.cat(list(IDS.dataset))
+        on_cpu = reward(ids).logits
+        on_cuda = reward.cuda()(ids.cuda()).logits.cpu()
+        again = reward.cpu()(ids).logits
+    assert torch.allclose(on_cpu, on_cuda, atol=2e-2 * float(on_cpu.abs().max()))
+    assert torch.allclose(on_cpu, again)
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
