@@ -21,6 +21,7 @@ from lit_ppo.harness import PPOHarness
 from lit_ppo.metrics import Means
 from lit_ppo.rewards import Scores
 from lit_ppo.rollout.base import PREDICT, TEST, TRAIN, VALIDATE, Draw, Sampling
+from lit_ppo.worst_case import DryRun, dry_runs
 
 NONFINITE_LIMIT = 3
 """So many updates with a non-finite gradient in a row stop the run."""
@@ -71,15 +72,18 @@ class PPOLightningModule(PPOHarness):
         """
         self.set_mode(train=False)
         draw = Draw(seed=self.seed, iteration=number, stream=stream)
-        self.engine.wake()
-        parts = self.oom_policy.run_chunks(
-            "rollout",
-            len(prompts),
-            self.ppo.rollout_batch_size,
-            lambda start, stop: self.engine.generate(prompts.select(torch.arange(start, stop)), sampling, draw),
-            module=self,
-        )
-        self.engine.sleep()
+        with self.sharding.gathered(self.views.actor.store):
+            if not len(prompts):
+                return Rollout.empty(prompts)
+            self.engine.wake()
+            parts = self.oom_policy.run_chunks(
+                "rollout",
+                len(prompts),
+                self.ppo.rollout_batch_size,
+                lambda start, stop: self.engine.generate(prompts.select(torch.arange(start, stop)), sampling, draw),
+                module=self,
+            )
+            self.engine.sleep()
         return Rollout.cat(parts)
 
     @torch.no_grad()
@@ -146,15 +150,17 @@ class PPOLightningModule(PPOHarness):
         mask = minibatch.loss_mask
         tokens, sequences = self.reduce(torch.stack([mask.sum(), mask.any(1).sum()]).to(self.device))
         weights = [p for named in self.trained.values() for _, p in named]
-        size = self.ppo.micro_batch_size or len(minibatch)
+        size = self.ppo.micro_batch_size or max(1, len(minibatch))
         optimizer.zero_grad()
         for attempt in self.oom_policy.retry("update", size, module=self, parameters=weights):
-            with attempt:
+            with attempt, self.sharding.unsynced():
                 stats = []
-                for micro in minibatch.batches(attempt.size):
-                    loss, micro_stats = self.loss(micro, tokens, sequences)
+                for rows in self.cuts(torch.arange(len(minibatch)), attempt.size):
+                    loss, micro_stats = self.loss(minibatch.part(rows), tokens, sequences)
                     self.manual_backward(loss * self.trainer.world_size)  # undoes the data-parallel mean
                     stats.append(micro_stats)
+        if not self.oom_policy.recover:  # it has averaged, once all ranks had agreed
+            self.sharding.average(weights)
         optimizer.step()  # clips each role's gradient on the way: `on_before_optimizer_step`
         if not self.updated and self.trains_actor:
             ratios = [micro_stats["val/ratio"] for micro_stats in stats]
@@ -237,6 +243,16 @@ class PPOLightningModule(PPOHarness):
             rows = ((mine >= start) & (mine < stop)).nonzero()[:, 0]
             yield rows[mine[rows].argsort()]
 
+    def cuts(self, rows: Tensor, size: int) -> list[Tensor]:
+        """Cut rows into parts of at most `size`: one or more, and as many on every rank where forwards are collective.
+
+        Those beyond a rank's own rows are empty, which `Rollout.part` makes a ghost of.
+        """
+        rounds = torch.tensor(max(1, -(-len(rows) // size)))
+        if self.sharding.sharded:
+            rounds = self.reduce_max(rounds)
+        return [rows[i * size : (i + 1) * size] for i in range(int(rounds))]
+
     def evaluate_roles(self, rollout: Rollout) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run actor, critic and reference over the rollout, cut into the first epoch's micro-batches.
 
@@ -247,22 +263,28 @@ class PPOLightningModule(PPOHarness):
         """
         views, shape = self.views, rollout.ids.shape
         size = self.ppo.score_batch_size or self.oom_policy.size("update", self.ppo.micro_batch_size or len(rollout))
+        size = max(1, min(size, -(-len(rollout) // self.ppo.minibatches)))
         for attempt in self.oom_policy.retry("score", size, module=self):
             with attempt:
                 old, values, ref = (torch.zeros(shape, device=rollout.ids.device) for _ in range(3))
                 entropy_sum = torch.zeros((), device=rollout.ids.device)
                 for rows in self.minibatches(rollout, epoch=0):
-                    for part in rows.split(attempt.size):
-                        batch = rollout.select(part).trim()
+                    for part in self.cuts(rows, attempt.size):
+                        batch, n = rollout.part(part), len(part)  # 0 for a ghost, of which nothing is kept
                         width = batch.ids.shape[1]
-                        old[part, :width], entropy = views.actor(batch, entropy=True, **self.tempering)
-                        entropy_sum += entropy.sum()
+                        logprobs, entropy = views.actor(batch, entropy=True, **self.tempering)
+                        old[part, :width] = logprobs[:n]
+                        entropy_sum += entropy[:n].sum()
                         if views.critic is not None:
-                            values[part, :width], _ = views.critic(batch)
+                            values[part, :width] = views.critic(batch)[0][:n]
                         if views.reference is not None:
-                            ref[part, :width], _ = views.reference(batch, **self.tempering)
+                            ref[part, :width] = views.reference(batch, **self.tempering)[0][:n]
         self.means.add("objective/entropy", entropy_sum, len(rollout))
         return old, None if views.critic is None else values, None if views.reference is None else ref
+
+    def dry_runs(self) -> dict[str, DryRun]:
+        """Return what `OOMGuard` tries before training, by phase."""
+        return dry_runs(self)
 
     def score_responses(self, rollout: Rollout) -> Scores:
         """Ask the rewards; a reward model that runs out of memory is given fewer texts at once."""
@@ -274,13 +296,16 @@ class PPOLightningModule(PPOHarness):
 
     def value_at_cut(self, rollout: Rollout) -> Tensor:
         """(B,) float32: the critic's value after the last token of truncated responses, 0 for the others."""
-        size = self.oom_policy.size("score", self.ppo.score_batch_size or self.ppo.micro_batch_size or len(rollout))
         padded = nn.functional.pad(rollout.ids, (0, 1))
         longer = Rollout(rollout.prompts, padded, rollout.lengths + 1, rollout.stopped, padded.float())
-        values = torch.cat(
-            [self.views.critic(part)[0].gather(1, part.lengths[:, None] - 1) for part in longer.batches(size)]
-        )
-        return torch.where(rollout.stopped, 0.0, values[:, 0])
+
+        def values_of(start: int, stop: int) -> Tensor:
+            part = longer.select(torch.arange(start, stop)).trim()
+            return self.views.critic(part)[0].gather(1, part.lengths[:, None] - 1)[:, 0]
+
+        size = self.ppo.score_batch_size or self.ppo.micro_batch_size
+        values = torch.cat(self.oom_policy.run_chunks("score", len(longer), size, values_of, module=self))
+        return torch.where(rollout.stopped, 0.0, values)
 
     def shape_scores(self, scores: Scores, rollout: Rollout) -> Tensor:
         """(B,) float32: the scores as trained on: scaled, clipped, less the penalty for a missing stop token."""
@@ -300,9 +325,8 @@ class PPOLightningModule(PPOHarness):
         limit = float("inf") if self.ppo.max_grad_norm is None else self.ppo.max_grad_norm
         finite = True
         for role, parameters in self.trained.items():
-            with_grad = [p for _, p in parameters if p.grad is not None]
-            if with_grad:
-                norm = nn.utils.clip_grad_norm_(with_grad, limit)
+            norm = self.sharding.clip([p for _, p in parameters], limit)
+            if norm is not None:
                 finite = finite and bool(norm.isfinite())
                 self.means.add(f"optim/grad_norm_{role}", norm if norm.isfinite() else 0.0, float(norm.isfinite()))
         if finite:

@@ -432,6 +432,31 @@ def test_gradients_are_clipped_by_role(tmp_path):
     assert spy.grad_norms[0] > 1e-2  # other people's callbacks see the hook
 
 
+def test_the_dry_run_finds_the_micro_batch_and_changes_nothing(tmp_path, monkeypatch):
+    """Scoring follows the update's size, so that the first ratio stays 1."""
+    from lit_ppo.callbacks import OOMGuard
+    from lit_ppo.roles.model import RoleModel
+
+    plain = make(ppo={"kl_loss_coef": 0.1})
+    tiny.fit(tmp_path, plain)
+    hidden, tried = RoleModel._hidden, []
+
+    def short_of_memory(self, rollout):
+        tried.append((len(rollout), rollout.prompts.ids.shape[1], rollout.ids.shape[1]))
+        if len(rollout) > 3 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("made by the test")
+        return hidden(self, rollout)
+
+    monkeypatch.setattr(RoleModel, "_hidden", short_of_memory)
+    guard, guarded = OOMGuard(), make(ppo={"kl_loss_coef": 0.1})
+    trainer = tiny.fit(tmp_path, guarded, callbacks=[guard])
+    assert tried[0] == (8, 5, 6)  # the longest prompt and response of the whole batch
+    assert guard.policy.state_dict()["sizes"] == {"update": 3}
+    assert float(trainer.callback_metrics["oom/events"]) == 0
+    assert float(trainer.callback_metrics["policy/ratio_first_step"]) == 1.0
+    assert_same(weights(plain), weights(guarded), rtol=1e-4, atol=2e-5)
+
+
 # ------------------------------------------------------------------------------------------------ Lightning's promises
 
 
