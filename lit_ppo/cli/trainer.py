@@ -159,18 +159,22 @@ class PPOCLI(LightningCLI):
                 sys.stderr.write(self.how_to_resume() + "\n")
             raise SystemExit(130 if self.trainer.interrupted else 1) from None
         except Exception as error:
-            if subcommand == "fit" and getattr(self.model, "iteration", 0):
+            if subcommand == "fit" and self.iteration > 0:
                 error.add_note(self.how_to_resume())
             raise
+
+    @property
+    def iteration(self) -> int:
+        """How far the module is."""
+        done: int = getattr(self.model, "iteration", 0)
+        return done
 
     def how_to_resume(self) -> str:
         """Return what is kept of a fit that ends early, and the command that goes on with it."""
         kept = ""
         for callback in self.trainer.checkpoint_callbacks:
             kept = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "") or kept
-        stopped = (
-            f"Stopped in iteration {getattr(self.model, 'iteration', 0)}; the metrics are in {self.trainer.log_dir}."
-        )
+        stopped = f"Stopped in iteration {self.iteration}; the metrics are in {self.trainer.log_dir}."
         if not kept:
             return f"{stopped} No checkpoint was written yet."
         argv = [*self.argv]
