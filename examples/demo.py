@@ -276,15 +276,17 @@ def peak_gib() -> float:
 
 
 def generate_plainly(folder: Path, prompt: str | list[dict[str, str]]) -> str:
-    """Load the export as anybody would, without lit-ppo, and let it go on with a prompt."""
+    """Load the export as anybody would, without lit-ppo, and let it go on with a text or answer a chat."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    text = prompt
     if not isinstance(prompt, str):
-        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    inputs = tokenizer(prompt, return_tensors="pt")
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(text, return_tensors="pt")
     output = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=32)
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+    start = 0 if text is prompt else inputs.input_ids.shape[1]
+    return str(tokenizer.decode(output[0, start:], skip_special_tokens=True))
 
 
 def risen(result: dict[str, Any]) -> bool:
