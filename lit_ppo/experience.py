@@ -108,6 +108,16 @@ class Rollout(_Rows):
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
 
     @staticmethod
+    def empty(prompts: Prompts) -> Rollout:
+        """Return the rollout of no prompts.
+
+        Args:
+            prompts: 0 rows.
+        """
+        none = prompts.lengths
+        return Rollout(prompts, none.reshape(0, 1), none, none.bool(), none.reshape(0, 1).float())
+
+    @staticmethod
     def cat(parts: list[Rollout]) -> Rollout:
         """Join rollouts, padding prompts on the left and responses on the right to the widest.
 
@@ -144,6 +154,28 @@ class Rollout(_Rows):
             value = getattr(self, f.name)
             if isinstance(value, Tensor) and value.shape == full:
                 changes[f.name] = value[:, :response]
+        return replace(self, **changes)
+
+    def part(self: RolloutLike, rows: Tensor) -> RolloutLike:
+        """Return the given rows, trimmed; for no rows at all a ghost: one row that no loss and no metric counts.
+
+        With it, a rank that has nothing to do takes part in what the others do together.
+
+        Args:
+            rows: (b,) int64 row numbers.
+        """
+        if len(rows):
+            return self.select(rows).trim()
+        device = self.ids.device
+        one = torch.ones(1, dtype=torch.long, device=device)
+        prompt = Prompts(one[:, None], one, one, text=[""], messages=[None], columns=[{}])
+        changes: dict[str, Any] = {"prompts": prompt, "ids": one[:, None], "lengths": one}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor) and f.name not in changes:
+                changes[f.name] = torch.zeros((1,) * value.dim(), dtype=value.dtype, device=device)
+            elif f.name == "keep":
+                changes["keep"] = torch.zeros(1, dtype=torch.bool, device=device)
         return replace(self, **changes)
 
     def batches(self: RolloutLike, size: int | None) -> Iterator[RolloutLike]:

@@ -21,6 +21,7 @@ from lit_ppo.rewards import build_rewards
 from lit_ppo.roles.build import Roles, build_roles
 from lit_ppo.rollout.base import RolloutEngine, Sampling
 from lit_ppo.rollout.hf import HFEngine
+from lit_ppo.sharding.replicated import Replicated
 
 
 class PPOHarness(LightningModule):
@@ -98,6 +99,7 @@ class PPOHarness(LightningModule):
         )
         self.score_scale = RunningStd()
         self.oom_policy = OOMPolicy()
+        self.sharding = Replicated(None)
         self.means = Means()
         self.eval_means = Means()
         self.nonfinite_in_a_row = 0

@@ -137,7 +137,7 @@ class RewardSum:
             total=total.where(keep, 0.0).to(device),
             parts={name: part.to(device) for name, part in parts.items()},
             keep=keep.to(device),
-            truncated={r.name: r.truncated for r in self.rewards if r.model is not None},
+            truncated={r.name: r.truncated if len(samples) else 0 for r in self.rewards if r.model is not None},
         )
 
 
