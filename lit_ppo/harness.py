@@ -128,6 +128,8 @@ class PPOHarness(LightningModule):
             plan = preflight.plan(self)
             plan.transforms, plan.load_kwargs = self.role_transforms, self.role_load_kwargs
             self.adopt(build_roles(plan, self.target_device))
+        if self.rewards is not None and self._trainer is not None:
+            self.rewards.load(self.target_device, self.role_load_kwargs, self.role_transforms)
 
     def adopt(self, views: Roles) -> None:
         """Take the models: what is trained as submodules, what is frozen as plain attributes."""

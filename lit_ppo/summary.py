@@ -120,9 +120,9 @@ def role_modules(module: PPOHarness) -> dict[str, nn.Module]:
         view = getattr(module.views, role)
         if view is not None:
             found[role] = view.store
-    models = {} if module.rewards is None else module.rewards.models
-    for name, model in models.items():
-        found["reward" if len(models) == 1 else f"reward/{name}"] = model
+    for reward in () if module.rewards is None else module.rewards.rewards:
+        if reward.model is not None:
+            found[module.rewards.role(reward)] = reward.model
     return found
 
 

@@ -81,17 +81,32 @@ class RewardSum:
         for reward in self.rewards:
             reward.check()
 
-    def load(self, device: torch.device | str | None = None) -> None:
-        """Load the models, frozen and in eval mode; a second call does nothing.
+    def load(
+        self,
+        device: torch.device | str | None = None,
+        load_kwargs: dict[str, dict[str, Any]] | None = None,
+        transforms: Sequence[Callable[[str, nn.Module], nn.Module]] = (),
+    ) -> None:
+        """Load the models, frozen and in eval mode; a second call only moves them.
 
         Args:
             device: Where those without a `device` of their own go. None: `default_device`, or the CPU.
+            load_kwargs: Further arguments of `from_pretrained` under the role's name, or under `reward` for all.
+            transforms: Called with the role's name and each model once it is loaded; return what takes its place.
 
         Raises:
             RewardError: What is wrong, and what to do.
         """
+        asked = load_kwargs or {}
         for reward in self.rewards:
-            reward.load(device or self.default_device or "cpu")
+            role = self.role(reward)
+            kwargs = asked.get(role, asked.get("reward", {}))
+            reward.load(device or self.default_device or "cpu", kwargs, [partial(t, role) for t in transforms])
+
+    def role(self, reward: Reward) -> str:
+        """Return the name of a reward model among the roles: `reward`, or `reward/<name>` where there are several."""
+        several = sum(isinstance(r, ModelReward) for r in self.rewards) > 1
+        return f"reward/{reward.name}" if several else "reward"
 
     def score(self, rollout: Rollout, tokenizer: Any, guard: Guard | None = None) -> Scores:
         """Score the responses.

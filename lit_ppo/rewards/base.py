@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -125,7 +126,12 @@ class Reward(ABC):
             RewardError: What is wrong and what to do.
         """
 
-    def load(self, device: torch.device | str) -> None:  # noqa: B027 (only models have weights)
+    def load(  # noqa: B027 (only models have weights)
+        self,
+        device: torch.device | str,
+        load_kwargs: dict[str, Any] | None = None,
+        transforms: Sequence[Callable[[nn.Module], nn.Module]] = (),
+    ) -> None:
         """Load the weights, once, onto `config.device` or `device`."""
 
     def fail(self, message: str) -> RewardError:

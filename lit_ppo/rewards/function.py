@@ -166,6 +166,8 @@ class FunctionReward(Reward):
             getattr(result, "close", lambda: None)()
             raise self.fail(f"it returned an awaitable ({kind}). Make it return the numbers themselves.")
         if isinstance(result, Tensor):
+            if result.is_meta:
+                raise self.fail("it returned a tensor on the meta device, which holds no numbers.")
             result = result.detach()
         if hasattr(result, "tolist"):  # arrays, tensors, series
             shape = tuple(getattr(result, "shape", ()))

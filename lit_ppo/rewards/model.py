@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,20 @@ class ModelReward(Reward):
                 raise self.fail(f"the folder {self.config.source!r} has no weights (*.safetensors), only {names}.")
             self._find()
 
-    def load(self, device: torch.device | str) -> None:
+    def load(
+        self,
+        device: torch.device | str,
+        load_kwargs: dict[str, Any] | None = None,
+        transforms: Sequence[Callable[[nn.Module], nn.Module]] = (),
+    ) -> None:
         """Load the model, frozen and in eval mode, onto `config.device` or `device`; a second call only moves it.
 
         A module that is quantized or spread over several devices stays where it is.
 
         Args:
             device: The rank's device.
+            load_kwargs: Further arguments of `from_pretrained`, such as a quantization config.
+            transforms: Applied in turn to the loaded model.
 
         Raises:
             RewardError: As `check`; or the weights cannot be found or do not include the head.
@@ -106,7 +113,10 @@ class ModelReward(Reward):
         if self.model is None:
             self.check()
             with torch.inference_mode(False):  # weights made inside it could not be used outside
-                self.model = self._adopt(self._given or load_pretrained(self._find(), self.config, target))
+                model = self._given or load_pretrained(self._find(), self.config, target, load_kwargs or {})
+                self.model = self._adopt(model)
+                for transform in transforms:
+                    self.model = self._adopt(transform(self.model))
         if not _is_placed(self.model):
             self.model.to(target)
 

@@ -69,13 +69,14 @@ def find_pretrained(options: RewardConfig) -> Pretrained:
     return Pretrained(options.source, base, revision, source if adapter is not None else None, saved, config, tokenizer)
 
 
-def load_pretrained(found: Pretrained, options: RewardConfig, device: torch.device) -> Any:
+def load_pretrained(found: Pretrained, options: RewardConfig, device: torch.device, load_kwargs: dict[str, Any]) -> Any:
     """Load the weights, on the CPU unless they are saved quantized.
 
     Args:
         found: What to load.
         options: `dtype`, `attn_implementation` and `trust_remote_code` count.
         device: Where the model will be: `auto` is bfloat16 on CUDA, else float32.
+        load_kwargs: Further arguments of `from_pretrained`.
 
     Raises:
         RewardError: The weights cannot be read, or some are missing and would be random.
@@ -85,10 +86,10 @@ def load_pretrained(found: Pretrained, options: RewardConfig, device: torch.devi
     dtype = options.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = dict(load_kwargs)
     if options.attn_implementation is not None:
         extra["attn_implementation"] = options.attn_implementation
-    if getattr(found.config, "quantization_config", None) is not None:
+    if getattr(found.config, "quantization_config", None) is not None or "quantization_config" in extra:
         extra["device_map"] = {"": device}  # quantized weights are put where they stay
     try:
         with torch.device("cpu"):  # a device context of the caller's would make transformers ask for accelerate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ from lit_ppo.roles.loading import critic_from, disable_dropout, freeze, load_cau
 from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.roles.sources import model_config
 
-Source = str | RoleConfig | dict[str, Any] | nn.Module | None
+Source = str | os.PathLike[str] | RoleConfig | dict[str, Any] | nn.Module | None
 
 
 @dataclass
@@ -162,6 +163,8 @@ def build_roles(plan: RolePlan, device: torch.device) -> Roles:
         else:
             critic_model = _transform("critic", critic_from(actor_model), plan)
 
+    if not full:
+        actor_model.requires_grad_(False)
     actor_model = _transform("actor", actor_model, plan)
     if plan.lora is None:
         actor_model.requires_grad_(True)
@@ -211,8 +214,12 @@ def _trained(view: RoleView) -> list[tuple[str, nn.Parameter]]:
 def _source(name: str, value: Source) -> RoleConfig | nn.Module | None:
     if value is None or isinstance(value, nn.Module):
         return value
-    if isinstance(value, str):
-        return RoleConfig(source=value)
+    if isinstance(value, str | os.PathLike):
+        return RoleConfig(source=os.fspath(value))
+    if not isinstance(value, RoleConfig | dict):
+        raise TypeError(
+            f"`{name}` must be a folder, a Hugging Face id, a RoleConfig or a transformers model, got {value!r}."
+        )
     config = from_dict(RoleConfig, value)
     if config.device is not None and name != "reference":
         raise ValueError(
@@ -252,8 +259,11 @@ def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: tor
     dtype = resolve_dtype(source.dtype, trained=trained, device=device)
     extra = plan.load_kwargs.get(role, {})
     if role == "critic":
-        return _transform(role, load_critic(source, dtype, plan.seed, **extra), plan)
-    model = load_causal_lm(source, dtype, **extra)
+        model = load_critic(source, dtype, plan.seed, **extra)
+    else:
+        model = load_causal_lm(source, dtype, **extra)
+    if not trained:
+        model.requires_grad_(False)  # before the transforms: only what is frozen may be quantized
     return model if role == "actor" else _transform(role, model, plan)
 
 

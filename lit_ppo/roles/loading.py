@@ -30,10 +30,22 @@ def resolve_dtype(dtype: str, *, trained: bool, device: torch.device) -> torch.d
 
 
 def load_causal_lm(config: RoleConfig, dtype: torch.dtype, **kwargs: Any) -> Any:
-    """Load a causal language model in eval mode, dropout off, on the CPU."""
+    """Load a causal language model in eval mode, dropout off, on the CPU.
+
+    Raises:
+        ValueError: Weights are missing at the source, which transformers would make up.
+    """
     from transformers import AutoModelForCausalLM
 
-    return _ready(AutoModelForCausalLM.from_pretrained(config.source, **_options(config, dtype), **kwargs))
+    model, info = AutoModelForCausalLM.from_pretrained(
+        config.source, output_loading_info=True, **_options(config, dtype), **kwargs
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{config.source!r} is not a whole {type(model).__name__}: it has no weights for {', '.join(missing[:3])}"
+            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}. Give a causal language model."
+        )
+    return _ready(model)
 
 
 def load_critic(config: RoleConfig, dtype: torch.dtype, seed: int, **kwargs: Any) -> Any:

@@ -35,6 +35,10 @@ def model_config(role: str, config: RoleConfig) -> Any:
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
     except (OSError, ValueError) as error:
+        if source is not None and Path(source).is_dir():
+            raise ValueError(
+                f"`{role}={source!r}` has a config.json that cannot be read: {first_line(error)}"
+            ) from error
         raise ValueError(
             f"`{role}={source!r}` cannot be read: there is no such folder here, and as a Hugging Face id it gave: "
             f"{first_line(error)} Check the spelling; offline, give the folder that `save_pretrained` wrote."
