@@ -253,16 +253,6 @@ class PPOLightningModule(PPOHarness):
             rounds = self.reduce_max(rounds)
         return [rows[i * size : (i + 1) * size] for i in range(int(rounds))]
 
-    def cuts(self, rows: Tensor, size: int) -> list[Tensor]:
-        """Cut rows into parts of at most `size`: one or more, and as many on every rank where forwards are collective.
-
-        Those beyond a rank's own rows are empty, which `Rollout.part` makes a ghost of.
-        """
-        rounds = torch.tensor(max(1, -(-len(rows) // size)))
-        if self.sharding.sharded:
-            rounds = self.reduce_max(rounds)
-        return [rows[i * size : (i + 1) * size] for i in range(int(rounds))]
-
     def evaluate_roles(self, rollout: Rollout) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run actor, critic and reference over the rollout, cut into the first epoch's micro-batches.
 
