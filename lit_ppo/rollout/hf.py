@@ -58,6 +58,7 @@ class HFEngine:
                     attention_mask=prompts.mask.long(),
                     generation_config=config,
                     logits_processor=LogitsProcessorList([sampler]),
+                    synced_gpus=False,  # sharded weights are gathered around this: nobody waits for anybody
                 )
         finally:
             base.generation_config = before

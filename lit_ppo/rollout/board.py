@@ -1,0 +1,146 @@
+"""Who decodes where: the state of a rollout that stays on the device, and moves on by itself after every step.
+
+Requests (one a response) wait in a queue, in order; rows decode them. A row whose request ends takes the next request
+that has been prefilled, in the same step, without the host: the host only keeps the queue filled and reads the board
+every few steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REQUEST, TOKEN, LENGTH, SLOT, STEP, INDEX = range(6)
+"""Row fields: request (-1: idle), next input token, tokens stored, slot, response tokens so far, noise index."""
+
+
+class Board:
+    """Static tensors, so that a captured graph finds them again.
+
+    Args:
+        rows: Sequences decoded at once.
+        requests: Most requests of one rollout.
+        tokens: Longest response.
+        trash: The slot of idle rows.
+        device: Where it lives.
+
+    Attributes:
+        rows: (6, rows) int64, the fields above.
+        queue: (4, requests) int64: first input token, tokens stored, slot, noise index of each request.
+        scalars: (4,) int64: head and tail of the queue, longest response, noise key of the rollout.
+        ids: (requests + 1, tokens) int64 responses.
+        logprobs: (requests + 1, tokens) float32.
+        lengths: (requests + 1,) int64, 0 until a request has ended.
+        stopped: (requests + 1,) bool.
+    """
+
+    def __init__(self, rows: int, requests: int, tokens: int, trash: int, device: torch.device) -> None:
+        self.rows = torch.zeros(6, rows, dtype=torch.int64, device=device)
+        self.queue = torch.zeros(4, requests, dtype=torch.int64, device=device)
+        self.scalars = torch.zeros(4, dtype=torch.int64, device=device)
+        self.nobody = requests  # idle rows write into one more response
+        self.ids = torch.zeros(requests + 1, tokens, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(requests + 1, tokens, dtype=torch.float32, device=device)
+        self.lengths = torch.zeros(requests + 1, dtype=torch.int64, device=device)
+        self.stopped = torch.zeros(requests + 1, dtype=torch.bool, device=device)
+        self.trash = trash
+
+    @property
+    def base(self) -> Tensor:
+        """() int64, the noise key."""
+        return self.scalars[3]
+
+    def start(self, limit: int, base: int, pad: int) -> None:
+        """Begin a rollout: all rows idle, the queue empty.
+
+        Args:
+            limit: Longest response.
+            base: Noise key, from `lit_ppo.algo.noise.base_key`.
+            pad: Fills what no response reaches.
+        """
+        self.rows.zero_()
+        self.rows[REQUEST] = -1
+        self.rows[SLOT] = self.trash
+        self.scalars.copy_(torch.tensor([0, 0, limit, base]))
+        self.ids.fill_(pad)
+        self.logprobs.zero_()
+        self.lengths.zero_()
+        self.stopped.zero_()
+
+    def enqueue(self, first: int, entries: Tensor) -> None:
+        """Make requests ready for rows to take.
+
+        Args:
+            first: Number of the first; all before it are in the queue already.
+            entries: (4, m) int64 columns of `queue`.
+        """
+        count = entries.shape[1]
+        self.queue[:, first : first + count] = entries
+        self.scalars[1] = first + count
+
+    def advance(self, rows: int, token: Tensor, logprob: Tensor, stop_table: Tensor, kernels: Any = None) -> None:
+        """Record a sampled token a row, end what has ended, and give free rows the next requests.
+
+        Args:
+            rows: The first so many rows have decoded.
+            token: (rows,) int64.
+            logprob: (rows,) float32.
+            stop_table: (V,) bool, True for stop tokens.
+            kernels: `lit_ppo.rollout.kernels`, or None for plain PyTorch.
+        """
+        if kernels is not None:
+            kernels.advance(self, rows, token, logprob, stop_table)
+            return
+        request, _, length, slot, step, index = self.rows[:, :rows].unbind(0)
+        busy = request >= 0
+        at = torch.where(busy, request, self.nobody)
+        self.ids[at, step] = token
+        self.logprobs[at, step] = logprob
+        stop = stop_table[token]
+        step = step + 1
+        ended = busy & (stop | (step >= self.scalars[2]))
+        at = torch.where(ended, request, self.nobody)
+        self.lengths[at] = step
+        self.stopped[at] = stop
+        going = busy & ~ended
+        self.rows[:, :rows] = torch.stack(
+            [
+                torch.where(going, request, -1),
+                torch.where(going, token, 0),
+                torch.where(going, length + 1, 0),
+                torch.where(going, slot, self.trash),
+                torch.where(going, step, 0),
+                index,
+            ]
+        )
+        self.fill(rows)
+
+    def fill(self, rows: int) -> None:
+        """Give idle rows the next requests of the queue, in order.
+
+        Args:
+            rows: Of the first so many rows.
+        """
+        state = self.rows[:, :rows]
+        idle = state[REQUEST] < 0
+        head, tail = self.scalars[0], self.scalars[1]
+        candidate = head + idle.long().cumsum(0) - 1
+        take = idle & (candidate < tail)
+        token, length, slot, index = self.queue[:, torch.where(take, candidate, 0)]
+        fresh = torch.stack([candidate, token, length, slot, torch.zeros_like(token), index])
+        self.rows[:, :rows] = torch.where(take, fresh, state)
+        self.scalars[0] += take.sum()
+
+    def gather(self, order: Tensor) -> None:
+        """Move rows to the front, so that fewer rows need to be decoded.
+
+        Args:
+            order: (m,) int64 rows to keep, all others being idle.
+        """
+        kept = self.rows[:, order]
+        self.rows[REQUEST] = -1
+        self.rows[SLOT] = self.trash
+        self.rows[TOKEN] = self.rows[LENGTH] = self.rows[STEP] = 0
+        self.rows[:, : len(order)] = kept

@@ -1,0 +1,311 @@
+"""The `graph` engine: decoding on the actor's own weights at the speed of the memory. The default on CUDA.
+
+Sequences live in contiguous KV slots. One decode step (forward, sampling, log-prob, ends, refills) runs on the device
+without the host, captured as a CUDA graph for each batch bucket; the host prefills the next prompts and reads the board
+every few steps. Without CUDA the same code runs step by step, which is how its scheduling is tested.
+
+What is promised: the sampling noise of a token is that of `lit_ppo.algo.noise`, so it depends on the sample alone.
+Which row a sample is decoded in, and beside whom, changes its logits only by the rounding of the matrix kernels, which
+differ between batch buckets; a token changes only where that rounding decides between two candidates.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import Any
+
+import torch
+
+from lit_ppo.algo.noise import base_key
+from lit_ppo.experience import Prompts, Rollout
+from lit_ppo.roles.model import RoleView
+from lit_ppo.rollout.base import Draw, Sampling
+from lit_ppo.rollout.board import INDEX, LENGTH, REQUEST, SLOT, STEP, TOKEN, Board
+from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache
+from lit_ppo.rollout.fused import FusedTrunk, unfusable
+from lit_ppo.rollout.sampler import DeviceSampler, sampling_key
+from lit_ppo.rollout.scheduler import Feeder, bucket_of, entries
+from lit_ppo.rollout.trunk import HFTrunk, cache_shape, differs, our_attention, unservable
+
+READ_EVERY = 8
+"""Decode steps between two looks of the host."""
+
+
+class Unservable(ValueError):
+    """A model that this engine cannot run; the message says why."""
+
+
+class GraphEngine:
+    """Slots, refills and captured decode steps.
+
+    Args:
+        policy: The actor: its model generates, with its adapter on.
+        max_rows: Sequences decoded at once.
+        prefill_tokens: Prompt tokens in one forward; a longer prompt is a forward of its own.
+        memory_fraction: KV memory takes at most this share of what is free.
+        keep_fraction: KV memory of up to this share of the device stays allocated through the update, and its graphs
+            stay valid; more is released in `sleep` and captured again.
+        capture: Capture CUDA graphs. None: on CUDA.
+        use_kernels: Use the Triton kernels. None: on CUDA, where Triton is installed.
+    """
+
+    def __init__(
+        self,
+        policy: RoleView,
+        *,
+        max_rows: int = 256,
+        prefill_tokens: int = 32768,
+        memory_fraction: float = 0.8,
+        keep_fraction: float = 0.1,
+        capture: bool | None = None,
+        use_kernels: bool | None = None,
+    ) -> None:
+        self.policy = policy
+        self.max_rows, self.prefill_tokens = max_rows, prefill_tokens
+        self.memory_fraction, self.keep_fraction = memory_fraction, keep_fraction
+        self.capture, self.use_kernels = capture, use_kernels
+        self.stats: dict[str, float] = {}
+        """Of the last rollout: seconds in all and in prefill calls, decode steps, graphs captured so far."""
+        self._cache: SlotCache | None = None
+        self._board: Board | None = None
+        self._trunk: Any = None
+        self._samplers: dict[Any, DeviceSampler] = {}
+        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._addresses: tuple[int, ...] = ()
+        self._pool: Any = None
+        self._captures = 0
+
+    # ----------------------------------------------------------------------------------------------- the protocol
+
+    @torch.no_grad()
+    def generate(self, prompts: Prompts, sampling: Sampling, draw: Draw) -> Rollout:
+        """Sample one response for each row.
+
+        Consecutive rows with the same prompt share its prefill.
+
+        Args:
+            prompts: B rows on the policy's device.
+            sampling: Options.
+            draw: Which noise.
+
+        Returns:
+            A rollout whose width R is that of its longest response.
+
+        Raises:
+            ValueError: A prompt without a token.
+            Unservable: A model whose attention cannot be ours.
+            torch.OutOfMemoryError: Not even one sequence fits into the memory that is free.
+        """
+        store = self.policy.store
+        with store.using(self.policy.adapter), our_attention(store.base):
+            return self._run(prompts, sampling, draw)
+
+    def sleep(self) -> None:
+        """Release the KV memory and the graphs that point to it, unless there is room for it."""
+        if self._cache is None or self.policy.device.type != "cuda":
+            return
+        held = 2 * self._cache.keys.numel() * self._cache.keys.element_size()
+        if held > self.keep_fraction * torch.cuda.get_device_properties(self.policy.device).total_memory:
+            self.release()
+
+    def wake(self) -> None:
+        """Nothing: memory is taken when a rollout knows how much it needs."""
+
+    def release(self) -> None:
+        """Give back everything the engine holds on the device."""
+        self._graphs.clear()
+        self._samplers.clear()
+        self._cache = self._board = self._pool = None
+
+    # ------------------------------------------------------------------------------------------------ one rollout
+
+    def _run(self, prompts: Prompts, sampling: Sampling, draw: Draw) -> Rollout:
+        start = time.perf_counter()
+        self._prepare()
+        feeder, limit = Feeder(prompts, self.prefill_tokens), sampling.max_new_tokens
+        cache, board = self._reserve(feeder, limit)
+        self._trunk.reach(cache.width)
+        sampler = self._sampler(sampling)
+        board.start(limit, base_key(draw.seed, draw.iteration, draw.stream), sampling.pad)
+        feeder.open(cache.slots)
+        width = board.rows.shape[1]
+        bucket = min(bucket_of(feeder.total), width)
+        ahead = max(1, (cache.slots - width) // 2)  # prefill so many at a time, before a row needs them
+        self._feed(feeder, prompts, cache, board, at_least=1)
+        board.fill(width)
+        remaining, steps = limit, 0
+        while True:
+            for _ in range(min(READ_EVERY, remaining)):
+                self._step(bucket, feeder.longest + steps, sampling, sampler)
+                steps += 1
+            request, step, lengths, head = self._look(board, feeder.total)
+            feeder.collect(lengths)
+            if feeder.ended == feeder.total:
+                break
+            self._feed(feeder, prompts, cache, board, at_least=ahead)
+            remaining = limit
+            if head == feeder.total:  # the queue is empty: from here on the batch shrinks
+                busy = [row for row, number in enumerate(request) if number >= 0]
+                remaining = limit - min(step[row] for row in busy)
+                if bucket_of(len(busy)) < bucket:
+                    bucket = bucket_of(len(busy))
+                    board.gather(torch.tensor(busy, device=board.rows.device))
+        self.stats = {"seconds": time.perf_counter() - start, "steps": steps, "captures": self._captures}
+        ended = torch.tensor(lengths, device=prompts.ids.device)
+        longest = max(lengths)
+        return Rollout(
+            prompts=prompts,
+            ids=board.ids[: feeder.total, :longest].clone(),
+            lengths=ended,
+            stopped=board.stopped[: feeder.total].clone(),
+            logprobs=board.logprobs[: feeder.total, :longest].clone(),
+        )
+
+    @staticmethod
+    def _look(board: Board, total: int) -> tuple[list[int], list[int], list[int], int]:
+        """Read the board: request and step of each row, length of each ended response, head of the queue."""
+        parts = [board.rows[REQUEST], board.rows[STEP], board.lengths[:total], board.scalars[:1]]
+        seen = torch.cat(parts).tolist()
+        n = board.rows.shape[1]
+        return seen[:n], seen[n : 2 * n], seen[2 * n : -1], seen[-1]
+
+    def _feed(self, feeder: Feeder, prompts: Prompts, cache: SlotCache, board: Board, at_least: int) -> None:
+        """Prefill the next requests, all but the last token of each prompt: that is the first step's input."""
+        device = prompts.ids.device
+        width = prompts.ids.shape[1]
+        for batch in feeder.batches(at_least):
+            work = [(r, g) for r, g in zip(batch.leaders, batch.groups, strict=True) if feeder.lengths[r] > 1]
+            if work:
+                spans = [feeder.lengths[r] - 1 for r, _ in work]
+                attention = PrefillAttention(cache, spans, [g for _, g in work], device)
+                host = torch.tensor([[r for r, _ in work], [width - 1 - n for n in spans]])
+                leader, first = host.to(device, non_blocking=True)
+                ids = prompts.ids[leader[attention.row], first[attention.row] + attention.place]
+                self._trunk.hidden(ids, attention.place, attention)
+            board.enqueue(batch.first, entries(prompts, batch, feeder.lengths))
+
+    def _step(self, rows: int, bound: int, sampling: Sampling, sampler: DeviceSampler) -> None:
+        """Decode one token in each of the first `rows` rows."""
+        device = self.policy.device
+        if not (device.type == "cuda" if self.capture is None else self.capture):
+            self._decode(rows, bound, sampler)
+            return
+        key = rows, sampling_key(sampling)
+        if key in self._graphs:
+            self._graphs[key].replay()
+            return
+        assert self._cache is not None
+        self._decode(rows, self._cache.width, sampler)  # this step, and what the capture must find warm
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._decode(rows, self._cache.width, sampler)
+        self._graphs[key] = graph
+        self._captures += 1
+
+    def _decode(self, rows: int, bound: int, sampler: DeviceSampler) -> None:
+        board, cache, kind = self._board, self._cache, self.policy.device.type
+        assert board is not None
+        assert cache is not None
+        state = board.rows[:, :rows]
+        attention = DecodeAttention(cache, state[SLOT], state[LENGTH], bound, self._kernels())
+        # A weight that autocast keeps would be the weight of the capture for ever.
+        dtype, on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False):
+            logits = self._trunk.logits(self._trunk.hidden(state[TOKEN], state[LENGTH], attention))
+        token, logprob = sampler(logits, board.base, state[INDEX], state[STEP])
+        board.advance(rows, token, logprob, sampler.stop_table, self._kernels())
+
+    # ------------------------------------------------------------------------------------- its memory and its model
+
+    def _prepare(self) -> None:
+        """Find out how to run the model; again, and with new graphs, if its weights have moved."""
+        base, kernels = self.policy.store.base, self._kernels()
+        if self._trunk is not None and self._addresses == self._where():
+            return
+        self._graphs.clear()
+        reason = unservable(base)
+        if reason is None:
+            self._trunk = HFTrunk(base)
+            if (
+                kernels is not None
+                and unfusable(base) is None
+                and not torch.is_autocast_enabled(self.policy.device.type)
+            ):
+                fused = FusedTrunk(base, 64)
+                self._trunk = fused if self._error(fused) is None else self._trunk
+            reason = self._error(self._trunk)
+        if reason is not None:
+            self._trunk = None
+            raise Unservable(f"The graph engine cannot serve {type(base).__name__}: {reason}.")
+        self._addresses = self._where()
+
+    def _error(self, trunk: HFTrunk) -> str | None:
+        """Say how a trunk differs from the model's own forward, or None."""
+        try:
+            error = differs(trunk, self._kernels())
+        except (NotImplementedError, RuntimeError, TypeError, AttributeError) as cause:
+            return str(cause)
+        half = self.policy.store.base.get_input_embeddings().weight.dtype.itemsize < 4
+        limit = 0.05 if half or torch.is_autocast_enabled(self.policy.device.type) else 1e-3
+        return None if error <= limit else f"its logits come out {error:.1%} off those of its own forward"
+
+    def _where(self) -> tuple[int, ...]:
+        return tuple(p.data_ptr() for p in self.policy.store.parameters())
+
+    def _reserve(self, feeder: Feeder, limit: int) -> tuple[SlotCache, Board]:
+        """Take memory for a rollout; what is held already is kept if it is enough, and the graphs with it."""
+        base, device = self.policy.store.base, self.policy.device
+        rows = bucket_of(min(feeder.total, self.max_rows))
+        slots = min(feeder.total, rows + (rows + 3) // 4) if feeder.total > rows else feeder.total
+        width = -(-(feeder.longest + limit) // 64) * 64
+        held_cache, held_board = self._cache, self._board
+        if held_cache is not None and held_board is not None:
+            fits = held_cache.slots >= min(slots, rows) and held_cache.width >= width
+            fits = fits and held_board.rows.shape[1] >= rows
+            if fits and held_board.nobody >= feeder.total and held_board.ids.shape[1] >= limit:
+                return held_cache, held_board
+            slots, width = max(slots, held_cache.slots), max(width, held_cache.width)
+            rows = max(rows, held_board.rows.shape[1])
+            limit, requests = max(limit, held_board.ids.shape[1]), max(feeder.total, held_board.nobody)
+            held_cache = held_board = None
+            self.release()
+        else:
+            requests = feeder.total
+        shape = cache_shape(base)
+        if device.type == "cuda":
+            slots = min(slots, self._affordable(SlotCache.slot_bytes(width=width, **shape)))
+        self._cache = SlotCache(slots=slots, width=width, device=device, **shape)
+        self._board = Board(min(rows, bucket_of(slots)), requests, limit, self._cache.trash, device)
+        return self._cache, self._board
+
+    def _affordable(self, slot_bytes: int) -> int:
+        """Return how many slots the free memory holds."""
+        free, _ = torch.cuda.mem_get_info(self.policy.device)
+        free += torch.cuda.memory_reserved(self.policy.device) - torch.cuda.memory_allocated(self.policy.device)
+        slots = int(self.memory_fraction * free / slot_bytes) - 1
+        if slots < 1:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory: a rollout needs {slot_bytes / 2**20:.0f} MiB of KV memory a sequence and "
+                f"{free / 2**20:.0f} MiB are free. Lower `sampling.max_new_tokens` or cut the prompts."
+            )
+        return slots
+
+    def _kernels(self) -> Any:
+        """Return the Triton kernels, or None where PyTorch has to do."""
+        use = self.policy.device.type == "cuda" if self.use_kernels is None else self.use_kernels
+        if not use or importlib.util.find_spec("triton") is None:
+            return None
+        from lit_ppo.rollout import kernels
+
+        return kernels
+
+    def _sampler(self, sampling: Sampling) -> DeviceSampler:
+        """Return the sampler of these options; its tables are what captured graphs read."""
+        key = sampling_key(sampling)
+        if key not in self._samplers:
+            vocab = self.policy.store.base.get_output_embeddings().weight.shape[0]
+            self._samplers[key] = DeviceSampler(sampling, vocab, self.policy.device, self._kernels())
+        return self._samplers[key]

@@ -1,0 +1,203 @@
+"""A transformers decoder as a function of packed tokens, with attention that is ours: through AttentionInterface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lit_ppo.roles.model import decoder_of
+from lit_ppo.rollout.cache import AttentionSpec, DecodeAttention, PrefillAttention, SlotCache
+
+
+class Attention(Protocol):
+    """Attention over packed tokens that also stores keys and values; see `lit_ppo.rollout.cache`."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """(n, H, D) queries, (n, HK, D) keys and values -> (n, H, D)."""
+
+    def store(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where a kernel may write keys and values itself, before `read`: keys, values, slots. None: use `attend`."""
+
+    def read(self, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:
+        """(n, H, D) queries -> (n, H, D), over what is stored."""
+
+
+NAME = "lit_ppo_slots"
+"""Our attention's name in transformers' AttentionInterface."""
+
+STATEFUL_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings that look at the longest position of a batch, so that a row would depend on its neighbours."""
+
+_running: list[Attention] = []
+_replaced: list[Any] = []
+
+
+def unservable(base: Any) -> str | None:
+    """Say why a model's attention cannot be ours, as far as its configuration tells; None if nothing speaks against it.
+
+    Args:
+        base: A transformers causal LM.
+    """
+    config = base.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+    ropes_bad = [r["rope_type"] for r in ropes if r.get("rope_type") in STATEFUL_ROPE]
+    if not getattr(base, "_supports_attention_backend", False):
+        return "its attention does not go through transformers' AttentionInterface"
+    if kinds:
+        return f"it has layers of another kind: {', '.join(sorted(kinds))}"
+    if ropes_bad:
+        return f"its rotary embedding ({ropes_bad[0]}) depends on the other sequences of a batch"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "it attends in both directions"
+    if base.config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    return None
+
+
+@contextmanager
+def our_attention(base: Any) -> Iterator[None]:
+    """Make a model's layers call the attention that `run_decoder` was given, and put back theirs afterwards."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _interface)
+    before = base.config.get_text_config()._attn_implementation
+    with _attention(base, NAME):  # no mask is made for a name without a mask function
+        _replaced.append(before)
+        try:
+            yield
+        finally:
+            _replaced.pop()
+
+
+def theirs(base: Any) -> AbstractContextManager[None]:
+    """Inside `our_attention`: compute with the model's own attention again."""
+    return _attention(base, _replaced[-1])
+
+
+@contextmanager
+def _attention(base: Any, name: Any) -> Iterator[None]:
+    config = base.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _interface(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """(1, H, n, D) -> (1, n, H, D), by the attention of the run."""
+    unknown = [k for k in ("s_aux", "position_bias") if options.get(k) is not None]
+    if unknown:
+        raise NotImplementedError(f"its attention uses `{unknown[0]}`")
+    scale = options.get("scaling")
+    spec = AttentionSpec(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=options.get("sliding_window"),
+        softcap=options.get("softcap"),
+    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return _running[-1].attend(module.layer_idx, q, k, v, spec)[None], None
+
+
+class HFTrunk:
+    """The model's own forward, with our attention: any architecture that AttentionInterface reaches.
+
+    Args:
+        base: A transformers causal LM.
+    """
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+
+    def reach(self, width: int) -> None:
+        """Get ready for sequences of up to `width` tokens."""
+
+    def hidden(self, ids: Tensor, places: Tensor, attention: Attention) -> Tensor:
+        """Run the decoder over packed tokens.
+
+        Args:
+            ids: (n,) int64.
+            places: (n,) int64 position of each token in its sequence.
+            attention: Of prefill or decode.
+
+        Returns:
+            (n, H) last hidden states.
+        """
+        _running.append(attention)
+        try:
+            out = decoder_of(self.base)(input_ids=ids[None], position_ids=places[None], use_cache=False)
+        finally:
+            _running.pop()
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, H) hidden states -> (n, V) logits."""
+        logits: Tensor = self.base.get_output_embeddings()(hidden)
+        cap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def differs(trunk: HFTrunk, kernels: Any = None) -> float:
+    """Compare a trunk, its attention and its cache with the model's own forward, on a few tokens.
+
+    Args:
+        trunk: To be checked; must run inside `our_attention`.
+        kernels: `lit_ppo.rollout.kernels`, or None.
+
+    Returns:
+        The relative error of the logits: near the rounding of the weights' dtype if all is right.
+    """
+    base = trunk.base
+    device, vocab = base.get_input_embeddings().weight.device, base.config.get_text_config().vocab_size
+    rows = [[3, 5, 7, 11, 13, 17, 19, 23, 29], [31, 37, 41]]
+    rows = [[i % vocab for i in row] for row in rows]
+    cache = cache_for(base, slots=2, width=16)
+    attention: Any = PrefillAttention(cache, [len(row) - 2 for row in rows], [[1], [0]], device)
+    first = torch.tensor([i for row in rows for i in row[:-2]], device=device)
+    trunk.hidden(first, attention.place, attention)
+    slots, found = torch.tensor([1, 0], device=device), []
+    for step in (2, 1):
+        lengths = torch.tensor([len(row) - step for row in rows], device=device)
+        attention = DecodeAttention(cache, slots, lengths, 16, kernels)
+        ids = torch.tensor([row[-step] for row in rows], device=device)
+        found.append(trunk.logits(trunk.hidden(ids, lengths, attention)).double())
+    error = norm = 0.0
+    with theirs(base):
+        for number, row in enumerate(rows):
+            logits = base(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0, -2:].double()
+            error += float((torch.stack([f[number] for f in found]) - logits).square().sum())
+            norm += float(logits.square().sum())
+    return (error / max(norm, 1e-30)) ** 0.5
+
+
+def cache_for(base: Any, slots: int, width: int) -> SlotCache:
+    """Make KV memory for a model.
+
+    Args:
+        base: A transformers causal LM.
+        slots: Sequences.
+        width: Tokens of each.
+    """
+    return SlotCache(slots=slots, width=width, device=base.get_input_embeddings().weight.device, **cache_shape(base))
+
+
+def cache_shape(base: Any) -> dict[str, Any]:
+    """Return layers, KV heads, head dimension and dtype of a model's keys and values."""
+    config, dtype = base.config.get_text_config(), base.get_input_embeddings().weight.dtype
+    kind = base.get_input_embeddings().weight.device.type
+    return {
+        "layers": config.num_hidden_layers,
+        "heads": config.num_key_value_heads,
+        "dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "dtype": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype,
+    }

@@ -1,0 +1,137 @@
+"""The engine with its kernels and fused layers; in Triton's interpreter without CUDA. And how an engine is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from lit_ppo.config import LoRAConfig, SamplingConfig
+from lit_ppo.roles.adapters import POLICY, add_adapters
+from lit_ppo.roles.model import RoleModel, RoleView
+from lit_ppo.rollout.base import Draw, resolve_sampling
+from lit_ppo.rollout.fused import FusedTrunk, _join
+from lit_ppo.rollout.graph import GraphEngine, Unservable
+from lit_ppo.rollout.hf import HFEngine
+from lit_ppo.rollout.select import AutoEngine, build_engine
+from lit_ppo.rollout.trunk import HFTrunk
+
+DRAW = Draw(seed=1, iteration=2)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def setup(model, adapter=None, **options):
+    policy = RoleView(RoleModel(model.to(DEVICE)), "logprobs", adapter)
+    config = SamplingConfig(**({"max_new_tokens": 5, "temperature": 1.0} | options))
+    return policy, resolve_sampling(config, tiny.tokenizer(), model.config, model.generation_config)
+
+
+def assert_same(ours, theirs):
+    assert torch.equal(ours.lengths, theirs.lengths)
+    assert torch.equal(ours.ids[ours.mask], theirs.ids[theirs.mask])
+    torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2-tied", "qwen3"])
+def test_fused_layers_sample_what_generate_samples(kind):
+    pytest.importorskip("triton")
+    policy, options = setup(tiny.model(kind, scale=3.0))
+    prompts = tiny.prompts(5).to(DEVICE)
+    engine = GraphEngine(policy, use_kernels=True, max_rows=4)
+    ours = engine.generate(prompts, options, DRAW)
+    assert isinstance(engine._trunk, FusedTrunk)
+    assert_same(ours, HFEngine(policy).generate(prompts, options, DRAW))
+    with torch.no_grad():  # an update in place reaches the weights that lie side by side
+        for parameter in policy.store.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    trunk = engine._trunk
+    changed = engine.generate(prompts, options, DRAW)
+    assert_same(changed, HFEngine(policy).generate(prompts, options, DRAW))
+    assert engine._trunk is trunk
+    assert changed.ids.shape != ours.ids.shape or not torch.equal(changed.ids, ours.ids)
+
+
+def test_adapters_are_fused_around():
+    pytest.importorskip("triton")
+    model = add_adapters(tiny.model(scale=3.0), LoRAConfig(r=4), [POLICY], seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    policy, options = setup(model, POLICY)
+    prompts = tiny.prompts(3).to(DEVICE)
+    engine = GraphEngine(policy, use_kernels=True)
+    assert_same(engine.generate(prompts, options, DRAW), HFEngine(policy).generate(prompts, options, DRAW))
+    assert isinstance(engine._trunk, FusedTrunk)
+
+
+def test_weights_side_by_side_stay_parameters_and_are_no_copy(tmp_path):
+    layers = [torch.nn.Linear(4, n) for n in (3, 2, 5)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    whole = _join([layer.weight for layer in layers])
+    assert all(torch.equal(layer.weight, w) for layer, w in zip(layers, before, strict=True))
+    assert whole.untyped_storage().data_ptr() == layers[2].weight.untyped_storage().data_ptr()
+    again = _join([layer.weight for layer in layers])
+    assert again.data_ptr() == whole.data_ptr()  # nothing moves the second time
+    optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()], lr=0.1)
+    torch.cat([layer(torch.ones(1, 4)) for layer in layers], 1).sum().backward()
+    optimizer.step()
+    assert torch.equal(whole, torch.cat([layer.weight for layer in layers]))
+    torch.save([layer.state_dict() for layer in layers], tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert torch.equal(loaded[1]["weight"], layers[1].weight)
+
+
+def test_weights_that_have_moved_are_found_again():
+    policy, options = setup(tiny.model(scale=3.0))
+    prompts = tiny.prompts(3).to(DEVICE)
+    engine = GraphEngine(policy)
+    engine.generate(prompts, options, DRAW)
+    trunk = engine._trunk
+    for parameter in policy.store.parameters():
+        parameter.data = parameter.data.clone() * 1.1
+    assert_same(engine.generate(prompts, options, DRAW), HFEngine(policy).generate(prompts, options, DRAW))
+    assert engine._trunk is not trunk
+
+
+def test_a_model_it_cannot_serve_is_refused_or_left_to_generate(monkeypatch, capsys):
+    model = AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64, eos_token_id=2, bos_token_id=1)
+    ).eval()
+    policy, options = setup(model)
+    prompts = tiny.prompts(3).to(DEVICE)
+    with pytest.raises(Unservable, match=r"The graph engine cannot serve GPT2LMHeadModel: "):
+        build_engine("graph", policy).generate(prompts, options, DRAW)
+    said = []
+    monkeypatch.setattr("lit_ppo.rollout.select.rank_zero_info", said.append)
+    engine = AutoEngine(policy)
+    engine.engine = GraphEngine(policy)  # as on CUDA
+    for _ in range(2):
+        ours = engine.generate(prompts, options, DRAW)
+    assert_same(ours, HFEngine(policy).generate(prompts, options, DRAW))
+    assert len(said) == 1
+    assert "cannot serve GPT2LMHeadModel" in said[0]
+
+
+def test_a_trunk_that_computes_something_else_is_found_out(monkeypatch):
+    policy, options = setup(tiny.model(scale=3.0))
+    inner = HFTrunk.logits
+    monkeypatch.setattr(HFTrunk, "logits", lambda self, hidden: inner(self, hidden * 1.01) + 1)
+    with pytest.raises(Unservable, match=r"its logits come out [\d.]+% off those of its own forward"):
+        GraphEngine(policy).generate(tiny.prompts(2).to(DEVICE), options, DRAW)
+
+
+def test_engines_by_name():
+    policy, options = setup(tiny.model())
+    assert isinstance(build_engine("hf", policy), HFEngine)
+    assert isinstance(build_engine("graph", policy), GraphEngine)
+    auto = build_engine("auto", policy)
+    auto.wake()
+    auto.generate(tiny.prompts(2).to(DEVICE), options, DRAW)
+    auto.sleep()
+    assert isinstance(auto.engine, GraphEngine if DEVICE.type == "cuda" else HFEngine)
+    with pytest.raises(
+        ValueError, match=r"`rollout='grph'` must be one of 'auto', 'hf', 'graph'. Did you mean 'graph'"
+    ):
+        build_engine("grph", policy)
