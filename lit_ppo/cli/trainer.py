@@ -7,8 +7,9 @@ import shlex
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -47,7 +48,8 @@ def run(argv: list[str], module_class: type[Any] | None = None, data_class: type
     from lit_ppo import PPOLightningModule, PromptDataModule
 
     jsonargparse.set_parsing_settings(
-        docstring_parse_attribute_docstrings=True, docstring_parse_style=docstring_parser.DocstringStyle.GOOGLE
+        docstring_parse_style=docstring_parser.DocstringStyle.GOOGLE,
+        docstring_parse_attribute_docstrings=any("help" in arg or arg == "-h" for arg in argv),  # slow
     )
     for name in lit_ppo.callbacks.__all__:  # known by name once imported
         getattr(lit_ppo.callbacks, name)
@@ -83,7 +85,7 @@ class PPOCLI(LightningCLI):
         type(self).command = argv[0]
         Parser.argv = argv
         super().__init__(
-            for_command_line(module_class),
+            for_command_line(module_class),  # type: ignore[arg-type]  # mypy: a class has no hash
             data_class,
             args=argv,
             save_config_callback=SaveConfigCallback if argv[0] == "fit" else None,
@@ -153,7 +155,10 @@ class PPOCLI(LightningCLI):
         kwargs = {"return_predictions": False} if subcommand == "predict" else {}
         work: Callable[..., Any] = getattr(self.trainer, subcommand)
         try:
-            work(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True, **kwargs)
+            with warnings.catch_warnings():
+                if subcommand != "fit":  # a trainer that only evaluates needs no ModelCheckpoint
+                    warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
+                work(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True, **kwargs)
         except SystemExit:  # Lightning's answer to Ctrl-C, after everything was closed
             if subcommand == "fit" and self.trainer.interrupted and self.trainer.is_global_zero:
                 sys.stderr.write(self.how_to_resume() + "\n")
@@ -188,6 +193,7 @@ class PPOCLI(LightningCLI):
         return f"{stopped} To go on from the last checkpoint:\n  {shlex.join(['lit-ppo', *argv, '--ckpt_path', kept])}"
 
 
+@cache  # jsonargparse knows the function again
 def for_command_line(module_class: type[LightningModule]) -> Callable[..., LightningModule]:
     """Return a function that makes the module and whose signature suits a command line.
 
@@ -217,7 +223,7 @@ def for_command_line(module_class: type[LightningModule]) -> Callable[..., Light
     summary = (inspect.getdoc(module_class) or module_class.__name__).split("\n")[0]
     arguments = [f"    {name}: {docs[name]}" for name in found if name in docs]
     build.__doc__ = "\n".join([summary, "", "Args:", *arguments])
-    build.__name__ = build.__qualname__ = module_class.__name__
+    build.__name__ = build.__qualname__ = f"{module_class.__module__}.{module_class.__qualname__}".replace(".", "_")
     build.__signature__ = inspect.Signature([*found.values()], return_annotation=module_class)  # type: ignore[attr-defined]
     return build
 
