@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -58,7 +58,7 @@ def outermost(chosen: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def after_configure_model(
-    trainer: Trainer, pl_module: LightningModule, owner: Callback, act: Callable[[], None], *, first: bool = False
+    trainer: Trainer, pl_module: LightningModule, owner: object, act: Callable[[], None], *, first: bool = False
 ) -> None:
     """Call `act` once, when all layers exist and none is wrapped by the strategy yet.
 
@@ -68,7 +68,7 @@ def after_configure_model(
     Args:
         trainer: The one that is setting up.
         pl_module: Whose `configure_model` is followed.
-        owner: A second call for the same callback replaces the first.
+        owner: A second call for the same callback (or module) replaces the first.
         act: Called without arguments.
         first: Before those of other callbacks, whatever their order in the list.
     """

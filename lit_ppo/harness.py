@@ -21,6 +21,9 @@ from lit_ppo.rewards import build_rewards
 from lit_ppo.roles.build import Roles, build_roles
 from lit_ppo.rollout.base import RolloutEngine, Sampling
 from lit_ppo.rollout.hf import HFEngine
+from lit_ppo.sharding import sharding_for
+from lit_ppo.sharding.materialize import Source
+from lit_ppo.sharding.ranks import gather, together
 from lit_ppo.sharding.replicated import Replicated
 
 
@@ -75,6 +78,7 @@ class PPOHarness(LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.strict_loading = False  # `load_state_dict` checks the names itself: frozen trunks are not saved
         self.sampling_config = from_dict(SamplingConfig, sampling)
         self.eval_sampling_config = preflight.eval_sampling(self.sampling_config, eval_sampling)
         self.ppo = from_dict(PPOConfig, ppo)
@@ -119,15 +123,26 @@ class PPOHarness(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Check everything that can be checked before a weight is loaded."""
-        preflight.check_run(self, stage)
+        from lit_ppo.callbacks._common import after_configure_model
+
+        together("the checks before the run", lambda: preflight.check_run(self, stage))
+        preflight.check_ranks(self)
+        self.sharding = sharding_for(self.trainer.strategy)
         checkpoint.save_atomically(self.trainer)
+        after_configure_model(self.trainer, self, self, self.shard)
 
     def configure_model(self) -> None:
         """Load the models, once."""
         if self.views is None:
             plan = preflight.plan(self)
             plan.transforms, plan.load_kwargs = self.role_transforms, self.role_load_kwargs
-            self.adopt(build_roles(plan, self.target_device))
+            ranks = 1 if self._trainer is None else self.trainer.world_size
+            once = ranks > 1 and not plan.transforms and not plan.load_kwargs
+            plan.empty = once and self.global_rank > 0
+            self.adopt(together("loading the models", lambda: build_roles(plan, self.target_device)))
+            if once:
+                self.fingerprints = gather(self.fingerprints)[0]
+            self.cache["weights are on rank 0"] = once
         if self.rewards is not None and self._trainer is not None:
             self.rewards.load(self.target_device, self.role_load_kwargs, self.role_transforms)
 
@@ -139,6 +154,33 @@ class PPOHarness(LightningModule):
             self.critic = views.critic.store
         object.__setattr__(self, "engine", HFEngine(views.actor))
         self.fingerprints = checkpoint.fingerprints(self)
+
+    def shard(self) -> None:
+        """Give each store its weights and its shape on this rank.
+
+        After the callbacks that change layers, and before Lightning would wrap what is not wrapped.
+        """
+        broadcast = self.cache.pop("weights are on rank 0", False)
+        placed: dict[int, nn.Module] = {}
+        for role in ("actor", "critic", "reference"):
+            view = getattr(self.views, role)
+            if view is None:
+                continue
+            store = view.store
+            if id(store) not in placed:
+                config = preflight.plan(self).reference if role == "reference" else None
+                home, whole = self.target_device, False
+                if isinstance(config, RoleConfig):
+                    home = self.target_device if config.device is None else torch.device(config.device)
+                    whole = config.device is not None or config.sharded is False
+                if role == "reference" and not all(p.is_floating_point() for p in store.parameters()):
+                    whole = True  # quantized
+                sharding = Replicated(self.trainer.strategy) if whole else self.sharding
+                placed[id(store)] = sharding.place(store, Source(broadcast, self.target_device, home))
+            view.store = placed[id(store)]
+        self.actor = self.views.actor.store
+        if self.views.critic is not None and self.views.critic.store is not self.actor:
+            self.critic = self.views.critic.store
 
     def configure_optimizers(self) -> Any:
         """One AdamW with a group per role, so that `global_step` counts PPO updates; the schedule counts iterations."""
@@ -166,7 +208,7 @@ class PPOHarness(LightningModule):
     def place_frozen(self) -> None:
         """Move what Lightning does not see (frozen roles, reward models) to where it computes."""
         reference = self.views.reference
-        if reference is not None and reference.store is not self.views.actor.store:
+        if reference is not None and reference.store is not self.views.actor.store and not self.sharding.sharded:
             config = preflight.plan(self).reference
             device = config.device if isinstance(config, RoleConfig) and config.device else self.device
             reference.store.to(device)
@@ -176,7 +218,7 @@ class PPOHarness(LightningModule):
     def on_fit_start(self) -> None:
         """Place the frozen roles, check the heads, print the effective configuration."""
         self.place_frozen()
-        with torch.no_grad():
+        with torch.no_grad(), self.sharding.gathered(self.actor):
             self.actor.check_head("actor")
         self.set_mode(train=True)  # what Lightning expects to find; every phase sets its own
         summary.print_table(self)

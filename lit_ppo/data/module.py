@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -183,6 +184,13 @@ class PromptDataModule(LightningDataModule):
                 which = "others each epoch" if self.shuffle else "the same each epoch"
                 report += f", {left:,} left out ({which})" if self.drop_last else f", the last of {left:,}"
         rank_zero_info(report)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides the batches, for ranks to compare: options, and a checksum of each tokenized set."""
+        names = ("batch_size", "val_batch_size", "shuffle", "seed", "drop_last")
+        options = {name: getattr(self, name) for name in names}
+        sums = {name: zlib.crc32(repr([p.ids for p in prompts]).encode()) for name, prompts in self._ready.items()}
+        return options | sums
 
     @property
     def iterations_per_epoch(self) -> int:

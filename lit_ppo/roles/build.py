@@ -13,7 +13,15 @@ from torch import nn
 
 from lit_ppo.config import LAYOUTS, LoRAConfig, RoleConfig, choice, from_dict
 from lit_ppo.roles.adapters import POLICY, VALUE, add_adapters, is_adapter_parameter
-from lit_ppo.roles.loading import critic_from, disable_dropout, freeze, load_causal_lm, load_critic, resolve_dtype
+from lit_ppo.roles.loading import (
+    critic_from,
+    disable_dropout,
+    empty_model,
+    freeze,
+    load_causal_lm,
+    load_critic,
+    resolve_dtype,
+)
 from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.roles.sources import model_config
 
@@ -39,6 +47,8 @@ class RolePlan:
     transforms: list[Callable[[str, nn.Module], nn.Module]] = field(default_factory=list)
     """Called with (role, model) right after each is created: freezing, quantizing, checkpointing."""
     load_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    empty: bool = False
+    """Build on the meta device what comes from a source: another rank loads it."""
     """Extra arguments of `from_pretrained` by role, such as a quantization config."""
 
 
@@ -192,16 +202,33 @@ def build_roles(plan: RolePlan, device: torch.device) -> Roles:
     return Roles(RoleView(store, "logprobs", POLICY), critic, reference)
 
 
+def named_tensors(store: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers by the names of the state dict, which FSDP1 would gather for it."""
+    found: dict[str, torch.Tensor] = {clean_name(n): p for n, p in store.named_parameters(remove_duplicate=False)}
+    for prefix, owner in store.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                found[clean_name(f"{prefix}.{name}".lstrip("."))] = buffer
+    return found
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without what FSDP1's wrappers put in it."""
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
 def saved_names(store: RoleModel) -> set[str]:
     """Return the names in a store's state dict that belong in a checkpoint: with adapters, not the frozen trunk."""
-    names = set(store.state_dict())
+    names = set(named_tensors(store))
     if hasattr(store.model, "peft_config"):
         names = {n for n in names if "lora_" in n or n.startswith("value_head.") or n.endswith(".score.weight")}
     return names
 
 
 def _trained(view: RoleView) -> list[tuple[str, nn.Parameter]]:
-    named = [(n, p) for n, p in view.store.named_parameters() if n in saved_names(view.store)]
+    saved = saved_names(view.store)
+    named = [(clean_name(n), p) for n, p in view.store.named_parameters()]
+    named = [(n, p) for n, p in named if n in saved]
     if view.adapter is None:
         return named
     return [
@@ -225,6 +252,16 @@ def _source(name: str, value: Source) -> RoleConfig | nn.Module | None:
         raise ValueError(
             f"`{name}.device={config.device!r}`: only frozen roles are placed by hand. A trained role lives on the "
             "rank's own device; choose it with `Trainer(devices=...)`."
+        )
+    if config.sharded is not None and name != "reference":
+        raise ValueError(
+            f"`{name}.sharded={config.sharded!r}`: a trained role is cut over the ranks or whole on each as the "
+            "strategy says. Choose it with `Trainer(strategy=...)`."
+        )
+    if config.sharded and config.device is not None:
+        raise ValueError(
+            f"`{name}.sharded` cuts the role over the ranks' own devices, and `{name}.device={config.device!r}` puts "
+            "it on another. Leave one of the two out."
         )
     return None if config == RoleConfig() else config
 
@@ -257,6 +294,8 @@ def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: tor
         model: Any = source.eval()
         return model if role == "actor" else _transform(role, model, plan)
     dtype = resolve_dtype(source.dtype, trained=trained, device=device)
+    if plan.empty:  # then there are no transforms
+        return empty_model(source, dtype, critic=role == "critic")
     extra = plan.load_kwargs.get(role, {})
     if role == "critic":
         model = load_critic(source, dtype, plan.seed, **extra)

@@ -48,6 +48,28 @@ def load_causal_lm(config: RoleConfig, dtype: torch.dtype, **kwargs: Any) -> Any
     return _ready(model)
 
 
+def empty_model(config: RoleConfig, dtype: torch.dtype, *, critic: bool) -> Any:
+    """Build what `load_causal_lm` or `load_critic` loads on the meta device: its shapes, for weights that will come.
+
+    Args:
+        config: Names the source.
+        dtype: Of the weights.
+        critic: Whether it is a critic.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    options = _options(config, dtype)
+    revision = {"revision": options.pop("revision")} if "revision" in options else {}
+    labels = {"num_labels": 1} if critic else {}
+    settings = AutoConfig.from_pretrained(
+        config.source, trust_remote_code=config.trust_remote_code, **revision, **labels
+    )
+    with torch.device("meta"):
+        return _ready(
+            (AutoModelForSequenceClassification if critic else AutoModelForCausalLM).from_config(settings, **options)
+        )
+
+
 def load_critic(config: RoleConfig, dtype: torch.dtype, seed: int, **kwargs: Any) -> Any:
     """Load a critic as a one-label sequence classifier; a checkpoint without a head gets a zero one.
 

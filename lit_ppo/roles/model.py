@@ -34,6 +34,20 @@ class RoleModel(nn.Module):
         """The transformers model, without PEFT's wrapper (its adapted layers stay in place)."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move and convert, but leave float32 buffers float32.
+
+        Rotary frequencies are such. Rounded to bfloat16, as `Trainer(precision="bf16-true")` would have them, they
+        are off by a whole turn after some hundred positions.
+        """
+        before = [(m, n, b) for m in self.modules() for n, b in m._buffers.items() if b is not None]
+        result = super()._apply(fn, recurse)
+        for owner, name, buffer in before:
+            now = owner._buffers[name]
+            if now is not None and buffer.dtype == torch.float32 != now.dtype:
+                owner._buffers[name] = buffer.to(now.device)
+        return result
+
     def checkpoint_wrapper_hook(self, checkpoint: Any) -> Any:
         """Adapt a checkpoint function to this store (read by `lit_ppo.callbacks.GradientCheckpointing`)."""
         return adapter_aware(checkpoint, self._tuners) if self._tuners else checkpoint

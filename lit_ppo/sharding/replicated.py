@@ -24,6 +24,9 @@ class Replicated:
     sharded = False
     """Whether forwards and backwards of the trained models are collective, so that ranks must run equally many."""
 
+    flat = False
+    """Whether this rank's parameters are pieces of a flat one, whose shapes say nothing."""
+
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
 

@@ -1,0 +1,82 @@
+"""`ModelParallelStrategy`: FSDP2, every parameter a DTensor split along its first dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lit_ppo.sharding.materialize import Source, fill
+from lit_ppo.sharding.replicated import Replicated
+from lit_ppo.sharding.units import check_floats, layers
+
+
+class FSDP2(Replicated):
+    """Shards each parameter store by itself: its decoder layers, then what is left of it.
+
+    Args:
+        strategy: Lightning's, with its device mesh.
+
+    Raises:
+        ValueError: The mesh has tensor parallelism in it.
+    """
+
+    sharded = True
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        tensor = strategy.device_mesh["tensor_parallel"].size()
+        if tensor > 1:
+            world = strategy.world_size
+            raise ValueError(
+                f"`ModelParallelStrategy(tensor_parallel_size={tensor})`: tensor parallelism is not used here, and "
+                "what is not sharded over the data-parallel ranks would train apart on each without an error. "
+                "(`ModelParallelStrategy()` alone means tensor parallelism over the node.) Write "
+                f"`ModelParallelStrategy(data_parallel_size={world}, tensor_parallel_size=1)`."
+            )
+        self.mesh = strategy.device_mesh["data_parallel"]
+
+    def place(self, store: nn.Module, source: Source) -> nn.Module:
+        """Shard layer by layer, so that no rank ever holds more than its shards and one layer."""
+        if isinstance(store, FSDPModule):
+            return store
+        check_floats(store, "FSDP2")
+        done = set()
+        for _, _, layer in layers(store):
+            fill(layer, source)
+            fully_shard(layer, mesh=self.mesh)
+            done.add(layer)
+        fill(store, source, skip=done)
+        fully_shard(store, mesh=self.mesh)
+        return store
+
+    @contextmanager
+    def gathered(self, store: nn.Module) -> Iterator[None]:
+        """Gather every unit once, keep them over any number of forwards, then give the memory back."""
+        units = [m for m in store.modules() if isinstance(m, FSDPModule)]
+        units[0]._get_fsdp_state()._lazy_init()  # the store is the root, although its layers are the first to run
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_reshard_after_forward(unit is not store, recurse=False)
+                unit.reshard()
+
+    def unsynced(self) -> AbstractContextManager[Any]:
+        """Each backward reduces its gradients to shards: a whole gradient would not fit."""
+        return nullcontext()
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        """The backwards have done it."""
+
+    def clip(self, parameters: list[nn.Parameter], limit: float) -> Tensor | None:
+        """Clip by the norm over all shards."""
+        norm = super().clip(parameters, limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
