@@ -23,7 +23,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def setup(model, adapter=None, **options):
     policy = RoleView(RoleModel(model.to(DEVICE)), "logprobs", adapter)
-    config = SamplingConfig(**({"max_new_tokens": 5, "temperature": 1.0} | options))
+    config = SamplingConfig(**({"max_new_tokens": 3, "temperature": 1.0} | options))
     return policy, resolve_sampling(config, tiny.tokenizer(), model.config, model.generation_config)
 
 
@@ -37,8 +37,8 @@ def assert_same(ours, theirs):
 def test_fused_layers_sample_what_generate_samples(kind):
     pytest.importorskip("triton")
     policy, options = setup(tiny.model(kind, scale=3.0))
-    prompts = tiny.prompts(5).to(DEVICE)
-    engine = GraphEngine(policy, use_kernels=True, max_rows=4)
+    prompts = tiny.prompts(3).to(DEVICE)
+    engine = GraphEngine(policy, use_kernels=True, max_rows=2)
     ours = engine.generate(prompts, options, DRAW)
     assert isinstance(engine._trunk, FusedTrunk)
     assert_same(ours, HFEngine(policy).generate(prompts, options, DRAW))

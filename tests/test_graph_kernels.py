@@ -29,8 +29,7 @@ def close(ours, theirs, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [0, 1, 4])
-@pytest.mark.parametrize("shape", [(6, 2, 16), (3, 3, 24), (14, 2, 64)])
+@pytest.mark.parametrize(("splits", "shape"), [(0, (6, 2, 16)), (1, (3, 3, 24)), (4, (14, 2, 64))])
 @pytest.mark.parametrize(
     "spec", [AttentionSpec(0.3), AttentionSpec(0.3, window=5), AttentionSpec(0.3, softcap=1.5)], ids=str
 )
@@ -39,9 +38,9 @@ def test_decode_attention(dtype, splits, shape, spec):
     cache = SlotCache(1, 6, kv_heads, 192, dim, dtype, DEVICE)
     cache.keys.normal_()
     cache.values.normal_()
-    q = torch.randn(5, heads, dim, device=DEVICE, dtype=dtype)
-    slots = torch.tensor([4, 0, 6, 2, 5], device=DEVICE)
-    lengths = torch.tensor([0, 130, 63, 64, 191], device=DEVICE)
+    q = torch.randn(4, heads, dim, device=DEVICE, dtype=dtype)
+    slots = torch.tensor([4, 0, 6, 2], device=DEVICE)
+    lengths = torch.tensor([0, 63, 64, 150], device=DEVICE)
     expected = DecodeAttention(cache, slots, lengths, 192).read(0, q, spec)
     ours = kernels.decode_attention(q, cache.keys[0], cache.values[0], slots, lengths, spec, splits)
     close(ours, expected, dtype)
@@ -55,18 +54,19 @@ def sampler(vocab, temperature, suppress, use):
     )
 
 
-@pytest.mark.parametrize("vocab", [64, 4096, 9001])
+@pytest.mark.parametrize("vocab", [64, 9001])
 @pytest.mark.parametrize(("temperature", "suppress"), [(1.0, None), (0.7, [3, 40]), (0.0, [5]), (1.3, None)])
 def test_sampling_is_that_of_the_reference(vocab, temperature, suppress):
-    logits = 3 * torch.randn(40, vocab, device=DEVICE)
+    rows = 40 if CUDA else 8  # the interpreter is slow
+    logits = 3 * torch.randn(rows, vocab, device=DEVICE)
     base = torch.tensor(base_key(3, 4, 1), device=DEVICE)
-    index = torch.randint(0, 2**40, (40,), device=DEVICE)
-    step = torch.arange(40, device=DEVICE)
+    index = torch.randint(0, 2**40, (rows,), device=DEVICE)
+    step = torch.arange(rows, device=DEVICE)
     token, logprob = sampler(vocab, temperature, suppress, True)(logits, base, index, step)
     expected, expected_logprob = sampler(vocab, temperature, suppress, False)(logits, base, index, step)
     assert torch.equal(token, expected)
     torch.testing.assert_close(logprob, expected_logprob, rtol=1e-5, atol=1e-5)
-    assert len(token.unique()) > 20
+    assert len(token.unique()) > rows // 2
 
 
 def test_a_tie_goes_to_the_lowest_id():
@@ -83,7 +83,7 @@ def test_the_board_advances_as_in_pytorch():
     stop[:6] = True
     for board in boards:
         board.start(limit=4, base=-(2**62) - 5, pad=0)
-    for step in range(40):
+    for step in range(24):
         if step % 7 == 0 and step < 21:
             ready = torch.randint(0, 20, (4, 4), device=DEVICE)
             for board in boards:

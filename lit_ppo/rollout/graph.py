@@ -66,7 +66,7 @@ class GraphEngine:
         self.memory_fraction, self.keep_fraction = memory_fraction, keep_fraction
         self.capture, self.use_kernels = capture, use_kernels
         self.stats: dict[str, float] = {}
-        """Of the last rollout: seconds in all and in prefill calls, decode steps, graphs captured so far."""
+        """Of the last rollout: seconds, seconds before the first decode step, decode steps; graphs captured so far."""
         self._cache: SlotCache | None = None
         self._board: Board | None = None
         self._trunk: Any = None
@@ -121,8 +121,8 @@ class GraphEngine:
     # ------------------------------------------------------------------------------------------------ one rollout
 
     def _run(self, prompts: Prompts, sampling: Sampling, draw: Draw) -> Rollout:
-        start = time.perf_counter()
         self._prepare()
+        start = self._now()
         feeder, limit = Feeder(prompts, self.prefill_tokens), sampling.max_new_tokens
         cache, board = self._reserve(feeder, limit)
         self._trunk.reach(cache.width)
@@ -134,6 +134,7 @@ class GraphEngine:
         ahead = max(1, (cache.slots - width) // 2)  # prefill so many at a time, before a row needs them
         self._feed(feeder, prompts, cache, board, at_least=1)
         board.fill(width)
+        filled = self._now()
         remaining, steps = limit, 0
         while True:
             for _ in range(min(READ_EVERY, remaining)):
@@ -151,7 +152,12 @@ class GraphEngine:
                 if bucket_of(len(busy)) < bucket:
                     bucket = bucket_of(len(busy))
                     board.gather(torch.tensor(busy, device=board.rows.device))
-        self.stats = {"seconds": time.perf_counter() - start, "steps": steps, "captures": self._captures}
+        self.stats = {
+            "seconds": _seconds(start, self._now()),
+            "prefill_seconds": _seconds(start, filled),
+            "steps": steps,
+            "captures": self._captures,
+        }
         ended = torch.tensor(lengths, device=prompts.ids.device)
         longest = max(lengths)
         return Rollout(
@@ -161,6 +167,14 @@ class GraphEngine:
             stopped=board.stopped[: feeder.total].clone(),
             logprobs=board.logprobs[: feeder.total, :longest].clone(),
         )
+
+    def _now(self) -> Any:
+        """Mark a point in the device's time."""
+        if self.policy.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     @staticmethod
     def _look(board: Board, total: int) -> tuple[list[int], list[int], list[int], int]:
@@ -309,3 +323,11 @@ class GraphEngine:
             vocab = self.policy.store.base.get_output_embeddings().weight.shape[0]
             self._samplers[key] = DeviceSampler(sampling, vocab, self.policy.device, self._kernels())
         return self._samplers[key]
+
+
+def _seconds(start: Any, end: Any) -> float:
+    """Return the time between two marks."""
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -19,8 +19,14 @@ from lit_ppo.rollout.cache import AttentionSpec
 if TYPE_CHECKING:
     from lit_ppo.rollout.board import Board
 
-SAMPLE_BLOCK = 4096
-"""Vocabulary entries that one program of the sampler looks at."""
+SAMPLE_BLOCK, SAMPLE_WARPS = 4096, 8
+"""Vocabulary entries that one program of the sampler looks at, and its warps."""
+
+ATTENTION_BLOCK, ATTENTION_WARPS, ATTENTION_STAGES = 64, 4, 3
+"""Stored tokens that a program of the attention reads at once, its warps, and how many reads are under way."""
+
+TARGET_PROGRAMS = 1056
+"""Programs that keep an H200's 132 multiprocessors busy with memory requests."""
 
 
 def _next_power(n: int) -> int:
@@ -147,21 +153,18 @@ def decode_attention(
     query = q.to(keys.dtype).contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     part = q.new_empty((rows, n_heads, splits, dim + 2) if splits > 1 else (1,), dtype=torch.float32)
-    block = 64 if keys.element_size() <= 2 else 32
+    block = ATTENTION_BLOCK if keys.element_size() <= 2 else 32
     dim_block = max(16, _next_power(dim))
     _decode_attention[(rows, kv_heads, splits)](
         query, keys, values, slots, lengths, out, part,
         spec.scale, spec.softcap or 0.0, spec.window or 0, keys.stride(0), keys.stride(1),
         HEADS=kv_heads, GROUP=group, DIM=dim, DIM_BLOCK=dim_block, ROWS=max(16, _next_power(group)), BLOCK=block,
-        SPLITS=splits, SOFTCAP=spec.softcap is not None, WINDOW=spec.window is not None, num_warps=4, num_stages=3,
+        SPLITS=splits, SOFTCAP=spec.softcap is not None, WINDOW=spec.window is not None,
+        num_warps=ATTENTION_WARPS, num_stages=ATTENTION_STAGES,
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows * n_heads,)](part, out, DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, num_warps=1)
     return out
-
-
-TARGET_PROGRAMS = 1056
-"""Programs that keep an H200's 132 multiprocessors busy with memory requests."""
 
 
 # ----------------------------------------------------------------------------------------------------- sampling
@@ -290,7 +293,7 @@ def sample(
     _sample_blocks[(rows, blocks)](
         logits, part if suppress_table is None else suppress_table, base, index, step, part, place,
         temperature, vocab, logits.stride(0), BLOCK=SAMPLE_BLOCK, NOISE=temperature > 0,
-        TEMPER=temperature not in (0, 1), SUPPRESS=suppress_table is not None, num_warps=8,
+        TEMPER=temperature not in (0, 1), SUPPRESS=suppress_table is not None, num_warps=SAMPLE_WARPS,
     )  # fmt: skip
     _sample_rows[(rows,)](part, place, token, logprob, BLOCKS=blocks, BLOCKS_POWER=_next_power(blocks), num_warps=1)
     return token, logprob

@@ -1,0 +1,293 @@
+"""Rollout engines side by side: the same prompts, the same sampling, one process, one GPU.
+
+    python benchmarks/rollout.py --shapes 1.5B --batch 64 256 --engines graph dynamic static --output benchmarks/results
+
+Models have the true shapes and random weights, which is right for speed and says nothing of learning. Every engine
+samples the whole vocabulary; `graph` and `hf` also return log-probs, which transformers' own paths (`dynamic`,
+`static`, `continuous`) are spared. `equal` responses all have `--new` tokens; `varying` ones end at a stop token, with
+the vocabulary's share of stop tokens chosen so that their mean is about a third of `--new`.
+
+The floor of a decode step is the larger of two times: the bytes it must read (every weight once, every stored key and
+value) over the copy bandwidth, and its matrix products over the matrix rate, both measured here first.
+Rows are appended to `rollout.jsonl`; `--report` writes the table and the plot from all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_ppo.experience import Prompts
+from lit_ppo.roles.model import RoleModel, RoleView
+from lit_ppo.rollout.base import Draw, Sampling
+from lit_ppo.rollout.graph import GraphEngine
+from lit_ppo.rollout.hf import HFEngine
+
+ENGINES = ("graph", "hf", "dynamic", "static", "continuous")
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "135M": (
+        "LlamaConfig",
+        dict(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+            num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
+        ),
+    ),
+    "1.5B": (
+        "Qwen2Config",
+        dict(
+            vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+            num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+        ),
+    ),
+    "8B": (
+        "LlamaConfig",
+        dict(
+            vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, max_position_embeddings=8192,
+        ),
+    ),
+}  # fmt: skip
+
+
+def build(shape: str, device: str) -> Any:
+    """Make a model of that shape with random weights."""
+    import transformers
+
+    kind, fields = SHAPES[shape]
+    config = getattr(transformers, kind)(**fields, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def ceilings(device: str) -> tuple[float, float]:
+    """Measure bytes per second of a large copy, reads and writes counted, and FLOP per second of a matrix product."""
+    big = torch.randn(2**29 if device == "cuda" else 2**22, device=device)
+    other = torch.empty_like(big)
+    n = 8192 if device == "cuda" else 512
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    copy = min(_timed(lambda: other.copy_(big), device) for _ in range(5))
+    product = min(_timed(lambda: a @ b, device) for _ in range(5))
+    return 2 * big.numel() * 4 / copy, 2 * n**3 / product
+
+
+def floor_seconds(model: Any, batch: int, context: float, rates: tuple[float, float]) -> float:
+    """Return the least time of a decode step, at a mean context of so many tokens."""
+    config = model.config
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    matrices -= embedding.numel() if embedding is not head else 0
+    dim = config.hidden_size // config.num_attention_heads
+    stored = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * context * batch
+    return max((matrices + stored) * head.element_size() / rates[0], 2 * matrices * batch / rates[1])
+
+
+def prompts_of(batch: int, width: int, vocab: int, device: str) -> Prompts:
+    """Make random prompts of one length."""
+    generator = torch.Generator().manual_seed(0)
+    return Prompts(
+        ids=torch.randint(3, vocab, (batch, width), generator=generator).to(device),
+        lengths=torch.full((batch,), width, device=device),
+        index=torch.arange(batch, device=device),
+        text=[""] * batch,
+        messages=[None] * batch,
+        columns=[{} for _ in range(batch)],
+    )
+
+
+def sampling_of(new: int, vocab: int, lengths: str) -> Sampling:
+    """Return options whose responses all have `new` tokens, or about a third of that in the mean."""
+    count = round(vocab * 2.85 / new) if lengths == "varying" else 0  # geometric, cut at `new`: mean new / 3
+    stop = torch.linspace(3, vocab - 1, count).long() if count else torch.tensor([], dtype=torch.long)
+    return Sampling(new, 1.0, 0, 1.0, 0.0, 1, torch.tensor([], dtype=torch.long), stop, 0)
+
+
+def engine_of(name: str, model: Any, rows: int) -> Any:
+    """Return a function of prompts, options and a number that samples and returns how many tokens."""
+    view = RoleView(RoleModel(model), "logprobs")
+    if name in ("graph", "hf"):
+        engine: Any = GraphEngine(view, max_rows=rows) if name == "graph" else HFEngine(view)
+
+        def ours(prompts: Prompts, sampling: Sampling, number: int) -> tuple[int, dict[str, float]]:
+            tokens = 0
+            pieces = (
+                [prompts] if name == "graph" else [prompts.select(r) for r in torch.arange(len(prompts)).split(rows)]
+            )
+            for piece in pieces:
+                tokens += int(engine.generate(piece, sampling, Draw(0, number)).lengths.sum())
+            return tokens, getattr(engine, "stats", {})
+
+        return ours
+    return lambda prompts, sampling, number: _transformers(name, model, rows, prompts, sampling)
+
+
+def _transformers(
+    name: str, model: Any, rows: int, prompts: Prompts, sampling: Sampling
+) -> tuple[int, dict[str, float]]:
+    from transformers import GenerationConfig
+
+    stop = sampling.stop.tolist()
+    config = GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0,
+        eos_token_id=stop or None, **({"cache_implementation": "static"} if name == "static" else {}),
+    )  # fmt: skip
+    tokens = 0
+    if name == "continuous":
+        config.eos_token_id = stop or -1
+        output = model.generate_batch(prompts.ids.tolist(), generation_config=config, progress_bar=False)
+        return sum(len(o.generated_tokens) for o in output.values()), {}
+    for part in torch.arange(len(prompts)).split(rows):
+        ids = prompts.ids[part.to(prompts.ids.device)]
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        out = out[:, ids.shape[1] :]
+        ended = torch.isin(out, sampling.stop.to(out.device))
+        first = torch.where(ended.any(1), ended.int().argmax(1) + 1, out.shape[1])
+        tokens += int(first.sum())
+    return tokens, {}
+
+
+def measure(args: argparse.Namespace, shape: str, batch: int, name: str, lengths: str, rates: Any) -> dict[str, Any]:
+    """Time one engine on one workload, after a warm-up of the same."""
+    model = build(shape, args.device)
+    config = model.config
+    requests = batch if lengths == "equal" else 4 * batch
+    prompts = prompts_of(requests, args.prompt, config.vocab_size, args.device)
+    sampling = sampling_of(args.new, config.vocab_size, lengths)
+    run = engine_of(name, model, batch)
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for number in range(args.repeats + 1):
+        start = time.perf_counter()
+        tokens, stats = run(prompts, sampling, number)
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    best = min(seconds[1:])
+    row: dict[str, Any] = {
+        "shape": shape, "batch": batch, "engine": name, "lengths": lengths, "requests": requests,
+        "prompt": args.prompt, "new": args.new, "tokens": tokens, "seconds": round(best, 4),
+        "first_seconds": round(seconds[0], 2), "tokens_per_s": round(tokens / best),
+    }  # fmt: skip
+    if stats:
+        decode = stats["seconds"] - stats["prefill_seconds"]
+        row["decode_tokens_per_s"] = round(tokens / decode)
+        row["step_ms"] = round(decode / stats["steps"] * 1e3, 3)
+        floor = floor_seconds(model, batch, args.prompt + args.new / 2, rates)
+        row["floor_ms"] = round(floor * 1e3, 3)
+        if lengths == "equal":
+            row["share_of_floor"] = round(floor / decode * stats["steps"], 3)
+    if args.device == "cuda":
+        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+    return row
+
+
+def report(folder: Path) -> None:
+    """Write the table and the plot of everything measured."""
+    rows = [json.loads(line) for line in (folder / "rollout.jsonl").read_text().splitlines()]
+    latest = {(r["shape"], r["batch"], r["lengths"], r["engine"]): r for r in rows}
+    lines = [
+        "# Rollout engines",
+        "",
+        "Tokens a second, prefill included; for `graph` also of the decode steps alone, and their share of the floor.",
+        "",
+        "| model | batch | lengths | engine | tok/s | decode only | step, ms | floor, ms | of floor | peak, GiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (shape, batch, lengths, engine), r in sorted(latest.items(), key=lambda x: (x[0][0], x[0][1], x[0][2:])):
+        share = f"{r['share_of_floor']:.0%}" if "share_of_floor" in r else ""
+        cells = [r.get(k, "") for k in ("decode_tokens_per_s", "step_ms", "floor_ms")]
+        cells = [f"{c:,}" if isinstance(c, int) else c for c in cells]
+        columns = [shape, batch, lengths, engine, f"{r['tokens_per_s']:,}", *cells, share, r.get("peak_gib", "")]
+        lines.append("| " + " | ".join(map(str, columns)) + " |")
+    made = sorted({(r["hardware"], r["torch"], r["transformers"], r["date"], r["command"]) for r in latest.values()})
+    lines += ["", *(f"- {h}, torch {t}, transformers {v}, {d}: `{c}`" for h, t, v, d, c in made), ""]
+    (folder / "rollout.md").write_text("\n".join(lines))
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    cases = sorted({key[:3] for key in latest})
+    engines = [e for e in ENGINES if any(key[3] == e for key in latest)]
+    figure, axes = plt.subplots(figsize=(1.6 * len(cases) + 3, 4))
+    width = 0.8 / len(engines)
+    for i, engine in enumerate(engines):
+        heights = [latest.get((*case, engine), {}).get("tokens_per_s", 0) for case in cases]
+        axes.bar([x + i * width for x in range(len(cases))], heights, width, label=engine)
+    axes.set_xticks([x + 0.4 for x in range(len(cases))], [f"{s}\nbatch {b}\n{n}" for s, b, n in cases], fontsize=8)
+    axes.set_ylabel("tokens a second, prefill included")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(folder / "rollout.png", dpi=120)
+
+
+def main() -> None:
+    """Measure what is asked for, a row at a time; a row that fails is reported and the rest goes on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["1.5B"], choices=list(SHAPES))
+    parser.add_argument("--batch", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--engines", nargs="+", default=["graph", "hf", "static"], choices=ENGINES)
+    parser.add_argument("--lengths", nargs="+", default=["equal", "varying"], choices=["equal", "varying"])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--report", action="store_true", help="only write the table and the plot")
+    parser.add_argument("--date", default=str(datetime.date.today()))
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    if not args.report:
+        import transformers
+
+        rates = ceilings(args.device)
+        about = {
+            "hardware": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "date": args.date,
+            "command": " ".join(["python", "benchmarks/rollout.py", *sys.argv[1:]]),
+            "copy_tb_s": round(rates[0] / 1e12, 2),
+            "matrix_tflop_s": round(rates[1] / 1e12),
+        }
+        for shape in args.shapes:
+            for batch in args.batch:
+                for lengths in args.lengths:
+                    for name in args.engines:
+                        try:
+                            row = measure(args, shape, batch, name, lengths, rates) | about
+                        except Exception as error:
+                            print(f"{shape} {batch} {lengths} {name}: {type(error).__name__}: {error}", flush=True)
+                        else:
+                            print(row, flush=True)
+                            with (args.output / "rollout.jsonl").open("a") as file:
+                                file.write(json.dumps(row) + "\n")
+                        gc.collect()
+                        if args.device == "cuda":
+                            torch.cuda.empty_cache()
+    report(args.output)
+
+
+def _timed(work: Any, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
