@@ -1,0 +1,199 @@
+"""Runs that must be the same on any number of ranks, and the strategies to run them under."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tiny
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import Tensor
+
+from lit_ppo import LoRAConfig, OptimConfig, PPOConfig, PPOLightningModule, PromptDataModule, SamplingConfig
+from lit_ppo.experience import Rollout
+from lit_ppo.roles.build import clean_name, saved_names
+from lit_ppo.rollout.base import TRAIN
+
+ITERATIONS = 5
+TIED = "llama-tied"
+
+
+def wordy(responses: list[str], **_: Any) -> list[float]:
+    """A reward that differs from response to response."""
+    return [sum(int(w[1:]) % 7 for w in r.split()) / 10 for r in responses]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    # tied embeddings, accumulation, an adaptive KL, statistics over ranks, and an actor that rests at first
+    "full": {
+        "ppo": PPOConfig(
+            epochs=2,
+            minibatches=2,
+            micro_batch_size=2,
+            kl_target=0.5,
+            kl_horizon=50,
+            scale_scores=True,
+            whiten_rewards=True,
+            critic_warmup_iterations=1,
+            max_grad_norm=0.5,
+        ),
+    },
+    "shared": {"lora": LoRAConfig(r=4), "layout": "shared"},
+    # three prompts: with four ranks, one has none
+    "scarce": {"lora": LoRAConfig(r=4), "ppo": PPOConfig(epochs=2, bootstrap_truncated=True, max_grad_norm=0.1)},
+    "no critic": {
+        "ppo": PPOConfig(epochs=2, advantage="grpo", kl_loss_coef=0.1, loss_aggregation="seq_mean_token_mean"),
+        "sampling": SamplingConfig(max_new_tokens=6, temperature=1.0, samples_per_prompt=2),
+    },
+}
+PROMPTS = {"scarce": 3}
+
+
+def module(case: str, actor: str, **changes: Any) -> PPOLightningModule:
+    """The module of a case."""
+    options = {
+        "actor": actor,
+        "reward": wordy,
+        "sampling": SamplingConfig(max_new_tokens=6, temperature=1.0),
+        "ppo": PPOConfig(epochs=2, minibatches=2),
+        "optim": OptimConfig(actor_lr=1e-3, critic_lr=2e-3),
+    }
+    return PPOLightningModule(**(options | CASES[case] | changes))
+
+
+def data(case: str, iterations: int = ITERATIONS) -> PromptDataModule:
+    """The prompts of a case; a few held-out ones, fewer in the last batch than there may be ranks."""
+    batch = PROMPTS.get(case, 8)
+    return PromptDataModule(tiny.rows(batch * iterations), val=tiny.rows(5), batch_size=batch, val_batch_size=4)
+
+
+class CPUFullyShardedStrategy(FSDPStrategy):
+    """FSDPStrategy on the CPU, where Lightning refuses it: the same calls of FSDP with another device."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(process_group_backend="gloo", **options)
+
+    def model_sharded_context(self):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import enable_wrap
+
+        return enable_wrap(
+            wrapper_cls=FullyShardedDataParallel,
+            mixed_precision=self.mixed_precision_config,
+            sharding_strategy=self.sharding_strategy,
+            device_id=torch.device("cpu"),
+            **self.kwargs,
+        )
+
+
+def strategy(name: str, world: int, **options: Any) -> Any:
+    """A strategy on so many ranks."""
+    if name == "fsdp2":
+        return ModelParallelStrategy(
+            data_parallel_size=world, tensor_parallel_size=1, process_group_backend="gloo", **options
+        )
+    if name == "fsdp1":
+        return CPUFullyShardedStrategy(**options)
+    return DDPStrategy(process_group_backend="gloo") if name == "ddp" else "auto"
+
+
+class Watch(Callback):
+    """Keeps each iteration's metrics and samples; gives everyone the samples of a run on one device, if there are."""
+
+    def __init__(self, replay: list[Rollout] | None) -> None:
+        self.replay = replay
+        self.metrics: list[dict[str, float]] = []
+        self.rollouts: list[Rollout] = []
+        self.sampled_alike: list[bool] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        generate = pl_module.generate
+
+        def recorded(prompts: Any, sampling: Any, stream: int, number: int) -> Rollout:
+            rollout = generate(prompts, sampling, stream, number)
+            if stream != TRAIN:
+                return rollout
+            if self.replay is None:
+                self.rollouts.append(rollout)
+                return rollout
+            theirs = self.replay[number].select(prompts.index)
+            for mine, its in zip(rows(rollout), rows(theirs), strict=True):
+                self.sampled_alike.append(mine == its)
+            return theirs
+
+        pl_module.generate = recorded
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("time/")})
+
+
+def rows(rollout: Rollout) -> list[list[int]]:
+    """The responses as lists of tokens."""
+    return [row[:n].tolist() for row, n in zip(rollout.ids, rollout.lengths, strict=True)]
+
+
+def weights(run: PPOLightningModule) -> dict[str, Tensor]:
+    """Everything that is trained, whole, on every rank."""
+    found = {}
+    for role, view in (("actor", run.views.actor), ("critic", run.views.critic)):
+        if view is None:
+            continue
+        with run.sharding.gathered(view.store):
+            for name, p in view.store.named_parameters():
+                if clean_name(name) in saved_names(view.store):
+                    found[f"{role}.{clean_name(name)}"] = p.detach().clone()
+    return found
+
+
+def fit(
+    case: str,
+    actor: str,
+    kind: str,
+    world: int,
+    folder: Path,
+    replay: list[Rollout] | None = None,
+    run: PPOLightningModule | None = None,
+    ckpt: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train a case and return what it did."""
+    seed_everything(0, verbose=False)
+    watch = Watch(replay)
+    run = module(case, actor) if run is None else run
+    callbacks = [watch, *options.pop("callbacks", [])]
+    kind = options.pop("strategy", None) or strategy(kind, world)
+    settings = dict(strategy=kind, devices=options.pop("devices", world), callbacks=callbacks, val_check_interval=2)
+    trainer = tiny.trainer(folder, **(settings | options))
+    trainer.fit(run, data(case), ckpt_path=ckpt)
+    return {
+        "weights": weights(run),
+        "metrics": watch.metrics,
+        "rollouts": watch.rollouts,
+        "alike": watch.sampled_alike,
+        "val": float(trainer.callback_metrics["val/reward"]),
+        "global_step": trainer.global_step,
+        "local": sum(local(p).numel() for p in run.actor.parameters()),
+        "module": run,
+        "trainer": trainer,
+    }
+
+
+def local(p: Tensor) -> Tensor:
+    """What this rank holds of a parameter."""
+    return p.to_local() if hasattr(p, "to_local") else p
+
+
+def forgettable(result: dict[str, Any]) -> dict[str, Any]:
+    """What can be written to a file."""
+    return {k: v for k, v in result.items() if k not in ("module", "trainer")}
+
+
+def parse(argument: str) -> dict[str, Any]:
+    """The JSON of a command line."""
+    return json.loads(argument)

@@ -1,0 +1,117 @@
+"""Any number of ranks, under any strategy, trains as one device does: one spawn a number of ranks, all cases in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import cases
+import pytest
+import spawn
+import tiny
+import torch
+
+FAST = ["full", "scarce"]
+KINDS = ["ddp", "fsdp2", "fsdp1"]
+MACHINE = {"rollout/tokens_per_s"}
+"""What depends on the machine, besides times."""
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory):
+    """Each case on one device, and a file of what it sampled."""
+    folder, done = tmp_path_factory.mktemp("alone"), {}
+
+    def run(case: str):
+        if case not in done:
+            result = cases.forgettable(cases.fit(case, tiny.folder(cases.TIED), "auto", 1, folder))
+            torch.save(result["rollouts"], folder / f"{case}.rollouts")
+            done[case] = result | {"file": str(folder / f"{case}.rollouts")}
+        return done[case]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def spread(tmp_path_factory, alone):
+    """Cases under every strategy on so many ranks: what each rank saw, by (strategy, case)."""
+    done = {}
+
+    def run(world: int, which: list[str]):
+        if (world, *which) not in done:
+            folder = tmp_path_factory.mktemp(f"{world}-ranks")
+            pairs = [(kind, case) for kind in KINDS for case in which]
+            jobs = [
+                {"name": f"{kind} {case}", "case": case, "kind": kind, "actor": tiny.folder(cases.TIED)}
+                | {"replay": alone(case)["file"]}
+                for kind, case in pairs
+            ]
+            spawn.succeed(world, str(folder), json.dumps(jobs), limit=150 * world)
+            done[(world, *which)] = {
+                (kind, case): [load(folder / f"{kind} {case}-{rank}.pt") for rank in range(world)]
+                for kind, case in pairs
+            }
+        return done[(world, *which)]
+
+    return run
+
+
+def load(path: Path):
+    return torch.load(path, weights_only=False)
+
+
+def start(case: str) -> dict[str, torch.Tensor]:
+    """The weights that a case starts from."""
+    run = cases.module(case, tiny.folder(cases.TIED))
+    run.configure_model()
+    return cases.weights(run)
+
+
+def check(got, want, case, kind, world):
+    """A rank's weights, metrics and samples against those of one device."""
+    moved = 0.0
+    for name, before in start(case).items():
+        moved = max(moved, float((want["weights"][name] - before).abs().max()))
+        torch.testing.assert_close(
+            got["weights"][name], want["weights"][name], rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    assert moved > 1e-3
+    assert got["weights"].keys() == want["weights"].keys()
+    assert len(got["metrics"]) == len(want["metrics"]) == cases.ITERATIONS
+    for mine, its in zip(got["metrics"], want["metrics"], strict=True):
+        assert mine.keys() == its.keys()
+        for name in mine.keys() - MACHINE:
+            assert mine[name] == pytest.approx(its[name], rel=1e-4, abs=1e-5), name
+    assert got["global_step"] == want["global_step"]
+    assert got["val"] == pytest.approx(want["val"], abs=1e-6)
+    assert all(got["alike"])  # float32 on one kind of CPU: no kernel rounds a token differently
+    if kind.startswith("fsdp"):
+        assert got["local"] <= want["local"] / world * 1.1  # what a rank holds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", FAST)
+def test_two_ranks_train_as_one_device(alone, spread, kind, case):
+    for got in spread(2, FAST)[kind, case]:
+        check(got, alone(case), case, kind, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", list(cases.CASES))
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.timeout(900)
+def test_one_and_four_ranks_train_as_one_device(alone, spread, kind, case, world):
+    ranks = spread(world, list(cases.CASES))[kind, case]
+    for got in ranks:
+        check(got, alone(case), case, kind, world)
+    if case == "scarce" and world == 4:
+        assert sorted(len(got["alike"]) for got in ranks)[0] == 0  # one had no prompt at all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", sorted(set(cases.CASES) - set(FAST)))
+def test_two_ranks_train_the_other_cases_as_one_device(alone, spread, kind, case):
+    for got in spread(2, sorted(set(cases.CASES) - set(FAST)))[kind, case]:
+        check(got, alone(case), case, kind, 2)
