@@ -177,7 +177,7 @@ def load_policy(
     """Load the actor alone from a checkpoint: no critic, no reference, no reward.
 
     Args:
-        path: A checkpoint file of PPOLightningModule.
+        path: A checkpoint file of PPOLightningModule, or the folder of a run, whose last one is taken.
         eval_sampling: Fields of SamplingConfig that replace the checkpoint's own for evaluation.
         seed: Of the sampling noise; None: the checkpoint's.
 
@@ -204,7 +204,7 @@ def load_module(path: str | os.PathLike[str]) -> PPOLightningModule:
     """Load actor and critic from a checkpoint, without the reference.
 
     Args:
-        path: A checkpoint file of PPOLightningModule.
+        path: A checkpoint file of PPOLightningModule, or the folder of a run, whose last one is taken.
 
     Raises:
         ValueError: The file is no such checkpoint, or the models that it builds on are gone or other ones.
@@ -215,11 +215,32 @@ def load_module(path: str | os.PathLike[str]) -> PPOLightningModule:
     return _build(ckpt, {"ppo": asdict(ppo) | NO_REFERENCE})
 
 
+def last_checkpoint(root: str | os.PathLike[str], option: str) -> Path:
+    """Return the newest `last*.ckpt` anywhere under `root`.
+
+    Args:
+        root: The folder of one run or several.
+        option: What asks, for the error.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    found = [path for path in Path(root).rglob("last*.ckpt") if path.exists()]  # a link may lead nowhere
+    if not found:
+        raise FileNotFoundError(
+            f"`{option}`: there is no last*.ckpt under {str(root)!r}. Give the file, or the folder of a run that has "
+            "saved one (`ModelCheckpoint(save_last=True)`)."
+        )
+    return max(found, key=lambda path: path.stat().st_mtime)
+
+
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     where = Path(path)
+    if where.is_dir() and not (where / ".metadata").exists():
+        where = last_checkpoint(where, "ckpt")
     if where.is_dir():
         raise ValueError(
-            f"`ckpt={str(path)!r}` is a folder: a sharded checkpoint. Make it one file first: "
+            f"`ckpt={str(path)!r}` is a sharded checkpoint. Make it one file first: "
             f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`."
         )
     if not where.is_file():

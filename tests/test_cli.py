@@ -109,7 +109,7 @@ def test_one_file_runs_every_command(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["> w1 w2", rows[0]["response"], "> w4", rows[1]["response"]]  # the same noise as predict's
 
-    assert main(["export", "--ckpt", last, "--to", "model"]) == 0
+    assert main(["export", "--ckpt", "outputs", "--to", "model"]) == 0  # the last one of a folder
     assert "actor written to model" in capsys.readouterr().out
     assert main(["fit", "--config", "run.yaml", "--model.actor", "model", "--trainer.fast_dev_run", "true"]) == 0
     assert main(["export", "--ckpt", last, "--to", "model"]) == 1
@@ -295,7 +295,7 @@ BAD_VALUES = {
     "prompts": (["--data.train=nope.jsonl"], "`train='nope.jsonl'` is not a file"),
     "actor": (["--model.actor=./nope"], "`actor='./nope'` cannot be read"),
     "checkpoint": (["--ckpt_path=nope.ckpt"], "`ckpt_path='nope.ckpt'` does not exist."),
-    "last": (["--ckpt_path=last"], "there is no last*.ckpt under `trainer.default_root_dir='outputs'`"),
+    "last": (["--ckpt_path=last"], "`ckpt_path: last`: there is no last*.ckpt under 'outputs'"),
     "trainer": (["--trainer.accelerator=cpus"], "accelerator"),
 }
 

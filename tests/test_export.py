@@ -216,8 +216,12 @@ def test_an_export_replaces_an_earlier_one_whole_or_not_at_all(tmp_path, module,
 def test_checkpoints_that_cannot_be_exported_say_why(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load_policy(tmp_path / "nope.ckpt")
-    with pytest.raises(ValueError, match="a sharded checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"`ckpt`: there is no last\*\.ckpt under"):
         load_policy(tmp_path)
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded" / ".metadata").write_text("")
+    with pytest.raises(ValueError, match="is a sharded checkpoint"):
+        load_policy(tmp_path / "sharded")
     (tmp_path / "text.ckpt").write_text("hello")
     with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
         load_policy(tmp_path / "text.ckpt")

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 
-def run(argv: list[str], **_: Any) -> None:
-    """Export a model of a checkpoint.
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the options.
 
     Args:
         argv: The command and its options.
@@ -17,13 +17,21 @@ def run(argv: list[str], **_: Any) -> None:
         description="Turn a checkpoint into a folder with weights, tokenizer, generation config and chat template. "
         "It loads in plain transformers; adapters load in PEFT, or with --merge in plain transformers.",
     )
-    parser.add_argument("--ckpt", required=True, metavar="FILE", help="Checkpoint of a fit.")
+    parser.add_argument("--ckpt", required=True, metavar="PATH", help="A checkpoint, or the folder of a run.")
     parser.add_argument("--to", required=True, metavar="DIR", help="The folder; must not exist, or be empty.")
     parser.add_argument("--role", choices=["actor", "critic"], default="actor", help="Which model (default: actor).")
     parser.add_argument("--merge", action="store_true", help="Add the adapter to the trunk's weights.")
     parser.add_argument("--overwrite", action="store_true", help="Replace an earlier export.")
-    args = parser.parse_args(argv[1:])
+    return parser.parse_args(argv[1:])
 
+
+def run(argv: list[str], **_: Any) -> None:
+    """Export a model of a checkpoint.
+
+    Args:
+        argv: The command and its options.
+    """
+    args = parse(argv)
     from lit_ppo.export import check_target, export, load_module, load_policy
 
     check_target(args.to, overwrite=args.overwrite)

@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 
-def run(argv: list[str], **_: Any) -> None:
-    """Sample responses with the policy of a checkpoint.
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the options.
 
     Args:
         argv: The command and its options.
@@ -17,7 +17,7 @@ def run(argv: list[str], **_: Any) -> None:
         prog="lit-ppo generate",
         description="Sample responses with the policy of a checkpoint. What is not given is as in its `eval_sampling`.",
     )
-    parser.add_argument("--ckpt", required=True, metavar="FILE", help="Checkpoint of a fit.")
+    parser.add_argument("--ckpt", required=True, metavar="PATH", help="A checkpoint, or the folder of a run.")
     parser.add_argument(
         "--prompt", required=True, action="append", metavar="TEXT", help="May be repeated; - reads stdin, one a line."
     )
@@ -31,7 +31,16 @@ def run(argv: list[str], **_: Any) -> None:
     )
     parser.add_argument("--seed", type=int, metavar="N", help="Of the sampling noise.")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (default: cuda where there is one).")
-    args = parser.parse_args(argv[1:])
+    return parser.parse_args(argv[1:])
+
+
+def run(argv: list[str], **_: Any) -> None:
+    """Sample responses with the policy of a checkpoint.
+
+    Args:
+        argv: The command and its options.
+    """
+    args = parse(argv)
     given = [line for text in args.prompt for line in (sys.stdin.read().splitlines() if text == "-" else [text])]
     prompts: list[Any] = [text for text in given if text.strip()]
     if not prompts:

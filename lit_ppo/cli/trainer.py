@@ -27,6 +27,7 @@ import lit_ppo.callbacks
 from lit_ppo.cli.errors import explain
 from lit_ppo.cli.predictions import PredictionWriter
 from lit_ppo.config import OptimConfig, PPOConfig, SamplingConfig
+from lit_ppo.export import last_checkpoint
 
 SPELLED_OUT = {"sampling": SamplingConfig, "ppo": PPOConfig, "optim": OptimConfig}
 """Groups of options whose fields the help lists one by one. The others (`lora`, say) mean something when absent."""
@@ -148,7 +149,7 @@ class PPOCLI(LightningCLI):
         """Run the command, and say where a fit that was stopped goes on."""
         path = self._get(self.config, "ckpt_path")
         if path == "last":
-            path = str(last_checkpoint(self.trainer.default_root_dir))
+            path = str(last_checkpoint(self.trainer.default_root_dir, "ckpt_path: last"))
             rank_zero_info(f"`ckpt_path: last` is {path}")
         elif path is not None and not Path(path).exists() and "://" not in path:
             raise FileNotFoundError(f"`ckpt_path={path!r}` does not exist{_nearby_checkpoints(self.trainer)}.")
@@ -241,21 +242,6 @@ def _for_yaml(name: str, kind: Any, default: Any) -> tuple[Any, Any]:
 
 def _only_python(kind: Any) -> bool:
     return typing.get_origin(kind) is Callable or (isinstance(kind, type) and issubclass(kind, nn.Module))
-
-
-def last_checkpoint(root: str) -> Path:
-    """Return the newest `last*.ckpt` anywhere under `root`.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
-    found = [path for path in Path(root).rglob("last*.ckpt") if path.exists()]  # a link may lead nowhere
-    if not found:
-        raise FileNotFoundError(
-            f"`ckpt_path: last`: there is no last*.ckpt under `trainer.default_root_dir={root!r}`. Leave `ckpt_path` "
-            "out to start from the beginning, or name the file."
-        )
-    return max(found, key=lambda path: path.stat().st_mtime)
 
 
 def _nearby_checkpoints(trainer: Trainer) -> str:

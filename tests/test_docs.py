@@ -1,0 +1,132 @@
+"""What the documentation and the examples show works: commands parse or run, YAML is accepted, Python imports."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import shlex
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+
+from lit_ppo.cli import COMMANDS, main
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),  # Lightning 2.6 on torch 2.13
+    pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),  # a resumed run has a folder of its own
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),  # Lightning's calls
+]
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+SHELL = ("bash", "sh", "shell", "console")
+
+
+def blocks(*languages: str) -> list[pytest.param]:
+    """Every fenced block of these languages, named by page and line."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"^( *)```(\w+)[^\n]*\n(.*?)^ *```", text, re.M | re.S):
+            if match[2] in languages:
+                line = text[: match.start()].count("\n") + 2
+                code = re.sub(f"^{match[1]}", "", match[3], flags=re.M)
+                found.append(pytest.param(code, id=f"{page.name}:{line}"))
+    return found
+
+
+def commands() -> list[pytest.param]:
+    """Every command line that starts with lit-ppo, in shell blocks and in the comments of the examples."""
+    found = []
+    for block in blocks(*SHELL):
+        text = block.values[0].replace("\\\n", " ")
+        lines = [line.removeprefix("$ ").split(" #")[0].strip() for line in text.splitlines()]
+        found += [pytest.param(line, id=f"{block.id} {line}") for line in lines if line.startswith("lit-ppo")]
+    for path in sorted((ROOT / "examples").rglob("*.yaml")):
+        lines = re.findall(r"^#.*?(lit-ppo (?:fit|validate|test|predict|generate|export) .*)$", path.read_text(), re.M)
+        found += [pytest.param(line, id=f"{path.name} {line}") for line in lines]
+    return found
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A copy of the examples to be in, as in a checkout."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sys.modules.pop("examples", None)  # another test's copy
+    sys.modules.pop("examples.rewards", None)
+    return tmp_path
+
+
+def accepts(argv: list[str]) -> None:
+    """Parse a command line without running it."""
+    if argv[0] in ("generate", "export"):
+        import_module(COMMANDS[argv[0]][0]).parse(argv)
+        return
+    with pytest.raises(SystemExit) as stop:
+        main(argv if "--help" in argv else [*argv, "--print_config"])
+    assert stop.value.code == 0
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_line_is_accepted(line, project):
+    argv = shlex.split(line)[1:]
+    if argv and not argv[0].startswith("-"):
+        accepts(argv)
+    else:
+        assert main(argv) == 0
+
+
+EXAMPLES = [pytest.param(p.read_text(), id=p.name) for p in sorted((ROOT / "examples").rglob("*.yaml"))]
+
+
+@pytest.mark.parametrize("text", [*blocks("yaml", "yml"), *EXAMPLES])
+def test_every_yaml_is_accepted(text, project, capsys):
+    given = yaml.safe_load(text)
+    if not {"model", "data", "trainer", "seed_everything"} & given.keys():
+        given = {"model": given}  # a part of a module's options
+    Path("page.yaml").write_text(yaml.safe_dump(given))
+    actor = [] if "actor" in given.get("model", {}) else ["--model.actor=some-model"]
+    accepts(["fit", "--config", "page.yaml", *actor])
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_every_python_block_compiles_and_finds_what_it_imports(code):
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                import_module(alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            home = import_module(node.module)
+            for alias in node.names:
+                assert hasattr(home, alias.name), f"{node.module} has no {alias.name}"
+
+
+def test_every_key_of_the_quickstart_is_explained():
+    lines = (ROOT / "examples" / "quickstart.yaml").read_text().splitlines()
+    for above, line in itertools.pairwise(lines):
+        if re.match(r"\s+(- )?\w+:", line) and not re.search(r"class_path|init_args", line):
+            explained = above.lstrip().startswith("#") or re.search(r"^\s*- source", line)
+            assert explained, f"quickstart.yaml has no comment above {line.strip()!r}"
+
+
+def test_the_quickstart_trains_and_what_follows_works(project, capsys):
+    """The commands of the README, one after the other, on a model that fits a test."""
+    small = ["--model.actor", tiny.folder(), "--model.sampling.max_new_tokens=6", "--trainer.accelerator=cpu"]
+    run = ["--config", "examples/quickstart.yaml", *small, "--trainer.enable_progress_bar=false"]
+    assert main(["fit", *run, "--trainer.max_epochs=1"]) == 0
+    assert main(["fit", *run, "--trainer.max_epochs=2", "--ckpt_path=last"]) == 0
+    assert len(list(Path("outputs/quickstart").glob("version_*/metrics.csv"))) == 2
+    assert main(["validate", *run, "--ckpt_path=last"]) == 0
+    assert "val/reward_mentions" in capsys.readouterr().out
+    assert main(["generate", "--ckpt=outputs/quickstart", "--prompt", "w1", "--max-new-tokens=3"]) == 0
+    assert main(["export", "--ckpt=outputs/quickstart", "--to=my-model"]) == 0
+    assert Path("my-model/model.safetensors").is_file()
