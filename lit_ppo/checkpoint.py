@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 from typing_extensions import override
 
-from lit_ppo.roles.build import named_tensors, saved_names
+from lit_ppo.roles.build import saved_names
 from lit_ppo.roles.loading import fingerprint
-from lit_ppo.sharding.ranks import gather
 
 if TYPE_CHECKING:
     from lit_ppo.harness import PPOHarness
@@ -51,6 +51,8 @@ def plain(value: Any) -> Any:
     """Return a value as strings, numbers, lists and dicts; functions as their import path; the rest as None."""
     if isinstance(value, np.generic):
         value = value.item()  # numpy's numbers do not load with `weights_only=True`
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if is_dataclass(value) and not isinstance(value, type):
@@ -160,6 +162,15 @@ def release_rng(module: PPOHarness) -> None:
     set_rng_state(module.cache.pop("held rng"))
 
 
+def gather(value: Any) -> list[Any]:
+    """Return every rank's value, in the order of ranks."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def architecture(module: PPOHarness) -> dict[str, dict[str, Any]]:
     """Return what tells models apart, for the roles that are saved."""
     if module.views is None:
@@ -195,9 +206,11 @@ def fingerprints(module: PPOHarness) -> dict[str, str]:
     for role, view in (("actor", module.views.actor), ("reference", module.views.reference)):
         if view is None or (role == "reference" and view.store is module.views.actor.store):
             continue
-        kept = saved_names(view.store) if role == "actor" else set()
-        named = [(n, p) for n, p in view.store.named_parameters() if n not in kept]
-        if named and not any(p.is_meta for _, p in named):
+        left_out = set(view.store.state_dict()) if role == "reference" else None
+        if left_out is None:
+            left_out = set(view.store.state_dict()) - saved_names(view.store)
+        named = [(n, p) for n, p in view.store.named_parameters() if n in left_out]
+        if named:
             found["reference" if role == "reference" else "actor's trunk"] = fingerprint(named)
     return found
 
@@ -223,17 +236,12 @@ def check_keys(module: PPOHarness, given: dict[str, Any]) -> None:
     Raises:
         RuntimeError: It does not.
     """
-    expected = {
-        f"{name}.{key}": tensor
-        for name, store in stores(module).items()
-        for key, tensor in named_tensors(store).items()
-        if key in saved_names(store)
-    }
+    expected = module.state_dict()
     missing, foreign = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
     shapes = [
         f"{key} {tuple(given[key].shape)} for {tuple(expected[key].shape)}"
         for key in expected.keys() & given.keys()
-        if not module.sharding.flat and given[key].shape != expected[key].shape
+        if given[key].shape != expected[key].shape
     ]
     if missing or foreign or shapes:
         parts = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from numbers import Number
+from numbers import Integral, Number, Real
 from typing import Any, TypeVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -72,6 +72,17 @@ def choice(owner: str, name: str, value: str, options: Sequence[str]) -> None:
         )
 
 
+def _check_types(owner: str, options: Any) -> None:
+    """Raise unless every number and switch of a dataclass is one."""
+    for f in fields(options):
+        value, kind = getattr(options, f.name), str(f.type).removesuffix(" | None")
+        wanted = {"int": (Integral, "a whole number"), "float": (Real, "a number"), "bool": (bool, "true or false")}
+        if kind not in wanted or (value is None and kind != f.type):
+            continue
+        if not isinstance(value, wanted[kind][0]) or (kind != "bool" and isinstance(value, bool)):
+            raise TypeError(f"`{owner}.{f.name}={value!r}` must be {wanted[kind][1]}, and is a {type(value).__name__}.")
+
+
 def _at_least(owner: str, name: str, value: float | None, low: float, *, strict: bool = False, why: str = "") -> None:
     if value is None:
         return
@@ -111,6 +122,7 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         """Check every value."""
         me = "sampling"
+        _check_types(me, self)
         _at_least(me, "max_new_tokens", self.max_new_tokens, 1)
         _at_least(me, "temperature", self.temperature, 0)
         _at_least(me, "top_k", self.top_k, 0)
@@ -139,9 +151,6 @@ class RoleConfig:
     """Passed to transformers (sdpa, eager, flash_attention_2, ...). None: its default."""
     device: str | None = None
     """Frozen roles only: a device such as "cpu" or "cuda:1". None: the rank's own device."""
-    sharded: bool | None = None
-    """Frozen roles only, under FSDP: cut over the ranks as trained roles are, or whole on each. None: cut, unless
-    quantized or with a `device` of its own."""
     trust_remote_code: bool = False
     """Run model code that comes with the weights. Off unless you ask for it by name."""
     revision: str | None = None
@@ -149,6 +158,7 @@ class RoleConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
+        _check_types("role", self)
         choice("role", "dtype", self.dtype, DTYPES)
 
 
@@ -167,6 +177,7 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
+        _check_types("lora", self)
         _at_least("lora", "r", self.r, 1)
         _at_least("lora", "alpha", self.alpha, 0, strict=True)
 
@@ -204,6 +215,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
+        _check_types("reward", self)
         choice("reward", "on_error", self.on_error, ("raise", "skip"))
         choice("reward", "dtype", self.dtype, DTYPES)
         _at_least("reward", "batch_size", self.batch_size, 1)
@@ -283,6 +295,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         """Check every value and every pair that cannot go together."""
         me = "ppo"
+        _check_types(me, self)
         _at_least(me, "epochs", self.epochs, 1)
         _at_least(me, "minibatches", self.minibatches, 1)
         for name in ("micro_batch_size", "score_batch_size", "rollout_batch_size"):
@@ -350,6 +363,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         """Check every value."""
         me = "optim"
+        _check_types(me, self)
         for name in ("actor_lr", "critic_lr", "weight_decay"):
             _at_least(me, name, getattr(self, name), 0)
         _at_least(me, "eps", self.eps, 0, strict=True)

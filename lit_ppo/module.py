@@ -233,6 +233,7 @@ class PPOLightningModule(PPOHarness):
         """
         index = rollout.prompts.index.cpu()
         total = int(self.reduce(torch.tensor(len(rollout), device=self.device)))
+        preflight.check_batch(self, total)  # of loaders that preflight does not know
         bounds = [total * i // self.ppo.minibatches for i in range(self.ppo.minibatches + 1)]
         mixed = (self.seed * 1_000_003 + self.iteration) * 1_009 + epoch
         order = torch.randperm(total, generator=torch.Generator().manual_seed(mixed % 2**63))

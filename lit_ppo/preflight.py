@@ -9,15 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lit_ppo.config import LoRAConfig, PPOConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.data import PromptDataModule
 from lit_ppo.experience import Prompts
 from lit_ppo.roles.build import RolePlan, plan_roles
 from lit_ppo.roles.sources import context_length, load_tokenizer
 from lit_ppo.rollout.base import Sampling, resolve_sampling
-from lit_ppo.sharding.ranks import check_device, check_same, gather
 
 if TYPE_CHECKING:
     from lit_ppo.harness import PPOHarness
@@ -74,12 +75,13 @@ def check_run(module: PPOHarness, stage: str) -> None:
         ValueError: What is wrong, and what to change.
     """
     trainer: Any = module.trainer
-    ppo = module.ppo
+    ppo, stage = module.ppo, str(getattr(stage, "value", stage))  # Lightning passes an enum
     if stage != "predict":
         if module.rewards is None:
             raise ValueError(f"`reward` is missing: `{stage}` needs at least one source of reward.")
         module.rewards.check()
     role_plan = plan(module)
+    check_devices(module)
     vocab = role_plan.config.get_text_config().vocab_size
     if len(module.tokenizer) > vocab:
         raise ValueError(
@@ -98,9 +100,12 @@ def check_run(module: PPOHarness, stage: str) -> None:
         check_length(module, longest)
     if stage != "fit":
         return
-    batch = getattr(trainer.datamodule, "batch_size", None)
-    if isinstance(batch, int):
-        check_batch(module, batch * module.sampling_config.samples_per_prompt)
+    if isinstance(trainer.datamodule, PromptDataModule):
+        loader, samples = trainer.datamodule.train_dataloader(), module.sampling_config.samples_per_prompt
+        last = 0 if loader.drop_last else len(loader.prompts) % loader.batch_size
+        for prompts in (loader.batch_size, last):
+            check_batch(module, prompts * samples)
+        check_warmup(module, len(loader))
     if module.optim.schedule != "constant" and module.optim.total_iterations is None and endless(trainer):
         raise ValueError(
             f'`optim.schedule="{module.optim.schedule}"` ends at the last iteration, but this fit has no end: '
@@ -112,30 +117,6 @@ def check_run(module: PPOHarness, stage: str) -> None:
     check_writable("default_root_dir", trainer.default_root_dir)
     for callback in trainer.checkpoint_callbacks:
         check_writable("ModelCheckpoint(dirpath=...)", getattr(callback, "dirpath", None))
-    for logger in trainer.loggers:
-        check_writable(f"{type(logger).__name__}(save_dir=...)", logger.save_dir)
-
-
-def check_ranks(module: PPOHarness) -> None:
-    """Check that every rank runs the same thing, and that no role is put where another rank computes.
-
-    Raises:
-        ValueError: On every rank: what differs, or the device that is taken.
-    """
-    trainer: Any = module.trainer
-    names = ("max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "val_check_interval", "precision")
-    settings = {name: getattr(trainer, name, None) for name in names}
-    settings |= dict(module.hparams)
-    describe = getattr(trainer.datamodule, "describe", dict)
-    settings |= {f"{type(trainer.datamodule).__name__}.{key}": value for key, value in describe().items()}
-    check_same(settings)
-    config = plan(module).reference
-    placed = {"reference.device": config.device if isinstance(config, RoleConfig) else None}
-    for reward in () if module.rewards is None else module.rewards.rewards:
-        placed[f"reward.device of {reward.name}"] = reward.config.device
-    ours = getattr(trainer.strategy, "parallel_devices", None) or []
-    for option, device in placed.items():
-        check_device(option, device, ours)
 
 
 def check_batch(module: PPOHarness, episodes: int) -> None:
@@ -152,6 +133,47 @@ def check_batch(module: PPOHarness, episodes: int) -> None:
             f"`ppo.minibatches={n}` does not divide the {episodes} episodes of an iteration (prompts x "
             f"`sampling.samples_per_prompt`). Use one of {divisors}, or another `batch_size`."
         )
+
+
+def check_warmup(module: PPOHarness, batches: int) -> None:
+    """Check that the learning rate's warm-up ends within the fit.
+
+    Args:
+        module: Has the options.
+        batches: Iterations of an epoch, unless the trainer limits them further.
+    """
+    warmup, length = module.optim.warmup_iterations, module.optim.total_iterations
+    if not warmup:
+        return
+    if length is None and not endless(module.trainer):
+        length = total_iterations(module, batches)
+    if length is not None and warmup >= length:
+        raise ValueError(
+            f"`optim.warmup_iterations={warmup}` is as long as the run of {length} iterations, or longer: the learning "
+            "rate would never be reached. Shorten it, or train longer."
+        )
+
+
+def check_devices(module: PPOHarness) -> None:
+    """Check that the devices of the frozen roles exist.
+
+    Raises:
+        ValueError: One does not.
+    """
+    reference = module.sources["reference"]
+    config = from_dict(RoleConfig, reference) if isinstance(reference, dict) else reference
+    rewards = [] if module.rewards is None else module.rewards.rewards
+    placed = [("reference", getattr(config, "device", None)), *(("reward", reward.config.device) for reward in rewards)]
+    for role, name in placed:
+        if not isinstance(name, str):
+            continue
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(f"`{role}.device={name!r}` is no device. Write one such as 'cpu' or 'cuda:1'.") from error
+        count = torch.cuda.device_count()
+        if device.type == "cuda" and (device.index or 0) >= count:
+            raise ValueError(f"`{role}.device={name!r}` does not exist: this machine has {count} CUDA devices.")
 
 
 def check_length(module: PPOHarness, longest: int) -> None:
@@ -176,14 +198,19 @@ def endless(trainer: Any) -> bool:
     return trainer.max_steps == -1 and trainer.max_epochs in (None, -1)
 
 
-def total_iterations(module: PPOHarness) -> int:
-    """Return how many iterations the schedule spans: as configured, or as many as this fit will run."""
+def total_iterations(module: PPOHarness, batches: int | None = None) -> int:
+    """Return how many iterations the schedule spans: as configured, or as many as this fit will run.
+
+    Args:
+        module: Attached to its trainer.
+        batches: Iterations of an epoch; None: the trainer knows by now.
+    """
     if module.optim.total_iterations is not None:
         return module.optim.total_iterations
     trainer, updates = module.trainer, module.ppo.epochs * module.ppo.minibatches
     ends = []
     if trainer.max_epochs not in (None, -1):
-        ends.append(trainer.max_epochs * trainer.num_training_batches)
+        ends.append(trainer.max_epochs * (trainer.num_training_batches if batches is None else batches))
     if trainer.max_steps != -1:
         ends.append(-(-trainer.max_steps // updates))
     return max(1, int(min(ends)))
@@ -338,7 +365,6 @@ def as_prompts(batch: Any, module: PPOHarness) -> Prompts:
                 "or dicts of columns with `prompt` among them."
             )
         batch = encode(list(batch), module.tokenizer).to(module.device)
-        batch.index += sum(gather(len(batch))[: module.global_rank])  # numbers over all ranks
     if len(batch):
         check_length(module, int(batch.lengths.max()))
     return batch
