@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 from typing_extensions import override
 
-from lit_ppo.roles.build import saved_names
+from lit_ppo.roles.build import named_tensors, saved_names
 from lit_ppo.roles.loading import fingerprint
+from lit_ppo.sharding.ranks import gather
 
 if TYPE_CHECKING:
     from lit_ppo.harness import PPOHarness
@@ -162,15 +162,6 @@ def release_rng(module: PPOHarness) -> None:
     set_rng_state(module.cache.pop("held rng"))
 
 
-def gather(value: Any) -> list[Any]:
-    """Return every rank's value, in the order of ranks."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def architecture(module: PPOHarness) -> dict[str, dict[str, Any]]:
     """Return what tells models apart, for the roles that are saved."""
     if module.views is None:
@@ -206,11 +197,9 @@ def fingerprints(module: PPOHarness) -> dict[str, str]:
     for role, view in (("actor", module.views.actor), ("reference", module.views.reference)):
         if view is None or (role == "reference" and view.store is module.views.actor.store):
             continue
-        left_out = set(view.store.state_dict()) if role == "reference" else None
-        if left_out is None:
-            left_out = set(view.store.state_dict()) - saved_names(view.store)
-        named = [(n, p) for n, p in view.store.named_parameters() if n in left_out]
-        if named:
+        kept = saved_names(view.store) if role == "actor" else set()
+        named = [(n, p) for n, p in view.store.named_parameters() if n not in kept]
+        if named and not any(p.is_meta for _, p in named):
             found["reference" if role == "reference" else "actor's trunk"] = fingerprint(named)
     return found
 
@@ -236,12 +225,17 @@ def check_keys(module: PPOHarness, given: dict[str, Any]) -> None:
     Raises:
         RuntimeError: It does not.
     """
-    expected = module.state_dict()
+    expected = {
+        f"{name}.{key}": tensor
+        for name, store in stores(module).items()
+        for key, tensor in named_tensors(store).items()
+        if key in saved_names(store)
+    }
     missing, foreign = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
     shapes = [
         f"{key} {tuple(given[key].shape)} for {tuple(expected[key].shape)}"
         for key in expected.keys() & given.keys()
-        if given[key].shape != expected[key].shape
+        if not module.sharding.flat and given[key].shape != expected[key].shape
     ]
     if missing or foreign or shapes:
         parts = [

@@ -151,6 +151,9 @@ class RoleConfig:
     """Passed to transformers (sdpa, eager, flash_attention_2, ...). None: its default."""
     device: str | None = None
     """Frozen roles only: a device such as "cpu" or "cuda:1". None: the rank's own device."""
+    sharded: bool | None = None
+    """Frozen roles only, under FSDP: cut over the ranks as trained roles are, or whole on each. None: cut, unless
+    quantized or with a `device` of its own."""
     trust_remote_code: bool = False
     """Run model code that comes with the weights. Off unless you ask for it by name."""
     revision: str | None = None

@@ -19,6 +19,7 @@ from lit_ppo.experience import Prompts
 from lit_ppo.roles.build import RolePlan, plan_roles
 from lit_ppo.roles.sources import context_length, load_tokenizer
 from lit_ppo.rollout.base import Sampling, resolve_sampling
+from lit_ppo.sharding.ranks import check_device, check_same, gather
 
 if TYPE_CHECKING:
     from lit_ppo.harness import PPOHarness
@@ -117,6 +118,28 @@ def check_run(module: PPOHarness, stage: str) -> None:
     check_writable("default_root_dir", trainer.default_root_dir)
     for callback in trainer.checkpoint_callbacks:
         check_writable("ModelCheckpoint(dirpath=...)", getattr(callback, "dirpath", None))
+
+
+def check_ranks(module: PPOHarness) -> None:
+    """Check that every rank runs the same thing, and that no role is put where another rank computes.
+
+    Raises:
+        ValueError: On every rank: what differs, or the device that is taken.
+    """
+    trainer: Any = module.trainer
+    names = ("max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "val_check_interval", "precision")
+    settings = {name: getattr(trainer, name, None) for name in names}
+    settings |= dict(module.hparams)
+    describe = getattr(trainer.datamodule, "describe", dict)
+    settings |= {f"{type(trainer.datamodule).__name__}.{key}": value for key, value in describe().items()}
+    check_same(settings)
+    config = plan(module).reference
+    placed = {"reference.device": config.device if isinstance(config, RoleConfig) else None}
+    for reward in () if module.rewards is None else module.rewards.rewards:
+        placed[f"reward.device of {reward.name}"] = reward.config.device
+    ours = getattr(trainer.strategy, "parallel_devices", None) or []
+    for option, device in placed.items():
+        check_device(option, device, ours)
 
 
 def check_batch(module: PPOHarness, episodes: int) -> None:
@@ -365,6 +388,7 @@ def as_prompts(batch: Any, module: PPOHarness) -> Prompts:
                 "or dicts of columns with `prompt` among them."
             )
         batch = encode(list(batch), module.tokenizer).to(module.device)
+        batch.index += sum(gather(len(batch))[: module.global_rank])  # numbers over all ranks
     if len(batch):
         check_length(module, int(batch.lengths.max()))
     return batch
