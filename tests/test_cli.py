@@ -118,6 +118,17 @@ def test_one_file_runs_every_command(capsys):
     assert "score.weight" in str(Path("model/model.safetensors").read_bytes()[:4000])
 
 
+@pytest.mark.slow  # two processes that each import torch
+def test_two_ranks_predict_what_one_does_in_the_same_order():
+    argv = ["predict", "--config", "run.yaml", "--data.predict=prompts.jsonl", "--data.val_batch_size=3"]
+    assert main([*argv, "--output=one.jsonl"]) == 0
+    ranks = ["--trainer.devices=2", "--trainer.strategy=ddp", "--output=two.jsonl"]
+    subprocess.run([sys.executable, "-m", "lit_ppo", *argv, *ranks], check=True, capture_output=True)
+    rows = Path("two.jsonl").read_text()
+    assert [json.loads(row)["id"] for row in rows.splitlines()] == list(range(8))
+    assert rows == Path("one.jsonl").read_text()
+
+
 def test_a_resumed_run_is_the_uninterrupted_one(capsys):
     fit = ["fit", "--config", "run.yaml"]
     assert main([*fit, "--trainer.max_epochs", "2", "--trainer.default_root_dir", "whole"]) == 0

@@ -96,7 +96,8 @@ def test_versions_agree():
 
 def added(before: str, statement: str) -> set[str]:
     """What `statement` imports beyond the standard library in a fresh interpreter that has done `before`: its roots."""
-    code = f"import json, sys; {before}; old = set(sys.modules); {statement}; print(json.dumps([*(sys.modules.keys() - old)]))"
+    code = f"import json, sys; {before}; old = set(sys.modules); {statement}"
+    code += "; print(json.dumps([*(sys.modules.keys() - old)]))"
     return {name.split(".")[0] for name in json.loads(python(code))} - sys.stdlib_module_names - {"_typing"}
 
 
