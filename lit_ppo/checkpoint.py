@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lit_ppo.roles.build import named_tensors, saved_names
 from lit_ppo.roles.loading import fingerprint
+from lit_ppo.sharding.folders import is_folder, read_folder, recover, use_folders_safely
 from lit_ppo.sharding.ranks import gather
 
 if TYPE_CHECKING:
@@ -256,6 +257,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     @override
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a file, or a folder that a sharded run wrote."""
+        recover(path)
+        return read_folder(path) if is_folder(path) else super().load_checkpoint(path, *args, **kwargs)
+
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save to a local path; others go Lightning's way.
 
@@ -291,6 +298,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def save_atomically(trainer: Any) -> None:
-    """Give a trainer `AtomicCheckpointIO`, unless it was given a checkpoint plugin."""
+    """Give a trainer `AtomicCheckpointIO`, unless it was given a checkpoint plugin; the same for sharded ones."""
+    use_folders_safely(trainer.strategy)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
