@@ -325,7 +325,9 @@ class PPOHarness(LightningModule):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load what `state_dict` returned; anything missing or foreign is an error that says so."""
         checkpoint.check_keys(self, state_dict)
-        return super().load_state_dict(state_dict, strict=False, assign=assign)
+        result = super().load_state_dict(state_dict, strict=False, assign=assign)
+        result.missing_keys.clear()  # frozen weights, of which Lightning would warn
+        return result
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Have the last iteration's metrics written."""

@@ -16,7 +16,14 @@ import lit_ppo
 
 LAYERS = [
     {"config", "memory"},  # options; out of memory, for any LightningModule
-    {"experience", "algo", "metrics", "optim", "callbacks"},  # data, mathematics, and what any LightningModule can use
+    {
+        "experience",
+        "algo",
+        "metrics",
+        "optim",
+        "output",
+        "callbacks",
+    },  # data, mathematics, for any LightningModule
     {"roles", "data"},  # models, prompts
     {"rollout", "rewards", "sharding"},  # text from models, numbers from text, models on many devices
     {"preflight", "checkpoint", "summary", "worst_case"},  # what is around the iterations
