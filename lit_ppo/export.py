@@ -14,6 +14,7 @@ import torch
 
 from lit_ppo.config import PPOConfig, SamplingConfig, choice, from_dict
 from lit_ppo.roles.adapters import tuner_layers
+from lit_ppo.sharding.folders import read_folder
 
 if TYPE_CHECKING:
     from lit_ppo.module import PPOLightningModule
@@ -51,6 +52,11 @@ def export(
         FileExistsError: The folder is in use.
     """
     choice("", "role", role, ROLES)
+    if module.sharding.sharded:
+        raise ValueError(
+            "`module` is sharded: no rank has its weights whole. Save a checkpoint (`trainer.save_checkpoint`) and "
+            "export that, on one machine: `lit-ppo export`."
+        )
     view = None if module.views is None else getattr(module.views, role)
     if view is None:
         why = "its models are not loaded yet" if module.views is None else "`ppo.advantage` uses no critic"
@@ -238,15 +244,14 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     where = Path(path)
     if where.is_dir() and not (where / ".metadata").exists():
         where = last_checkpoint(where, "ckpt")
-    if where.is_dir():
-        raise ValueError(
-            f"`ckpt={str(path)!r}` is a sharded checkpoint. Make it one file first: "
-            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`."
-        )
-    if not where.is_file():
+    if not where.exists():
         raise FileNotFoundError(f"`ckpt={str(path)!r}` does not exist.")
+    ckpt: dict[str, Any]
     try:
-        ckpt: dict[str, Any] = torch.load(where, map_location="cpu", weights_only=True, mmap=True)
+        if where.is_dir():
+            ckpt = read_folder(where)
+        else:
+            ckpt = torch.load(where, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise ValueError(
             f"`ckpt={str(path)!r}` cannot be read as a checkpoint: {str(error).splitlines()[0]}"

@@ -220,7 +220,7 @@ def test_checkpoints_that_cannot_be_exported_say_why(tmp_path):
         load_policy(tmp_path)
     (tmp_path / "sharded").mkdir()
     (tmp_path / "sharded" / ".metadata").write_text("")
-    with pytest.raises(ValueError, match="is a sharded checkpoint"):
+    with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
         load_policy(tmp_path / "sharded")
     (tmp_path / "text.ckpt").write_text("hello")
     with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
