@@ -84,6 +84,7 @@ class _Region:
         tensors = [*kept.values(), *_tensors(inputs)]
         known = {getattr(t, "_local_tensor", t).untyped_storage().data_ptr() for t in tensors}
         self.nbytes = sum(s.nbytes() for pointer, s in seen.items() if pointer not in known)
+        seen.clear()  # the graph keeps the hooks, and they would keep every activation of the first batch
         self.engine.live += self.nbytes
         self.engine.peak = max(self.engine.peak, self.engine.live)
 

@@ -422,3 +422,39 @@ def test_after_a_failed_fit_nothing_is_left_behind():
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(module, VECTORS, GradientCheckpointing("Block"))
     assert set(vars(module.blocks[0])) == keys
+
+
+def test_counting_keeps_no_activation_alive():
+    """The hooks that count stay in the graph; what they saw must not."""
+    import gc
+    import weakref
+
+    seen = []
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            h = self.up(x).sin()
+            seen.append(weakref.ref(h.untyped_storage()))
+            return self.down(h.cos())
+
+    class Module(Plain):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Watched() for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in seen))
+            return x
+
+    for callbacks, expected in (([], 3), ([GradientCheckpointing("Watched")], 0)):
+        seen.clear()
+        alive = []
+        fit(Module(), torch.randn(8, 16), *callbacks)
+        assert alive[0] == expected
