@@ -194,14 +194,16 @@ def describe(arch: dict[str, Any] | None) -> str:
 
 def fingerprints(module: PPOHarness) -> dict[str, str]:
     """Fingerprint the frozen weights that a checkpoint leaves out: the reference, and trunks under adapters."""
-    found = {}
-    for role, view in (("actor", module.views.actor), ("reference", module.views.reference)):
-        if view is None or (role == "reference" and view.store is module.views.actor.store):
+    found, seen = {}, set()
+    for role in ("actor", "critic", "reference"):
+        view = getattr(module.views, role)
+        if view is None or view.store in seen:
             continue
-        kept = saved_names(view.store) if role == "actor" else set()
+        seen.add(view.store)
+        kept = set() if role == "reference" else saved_names(view.store)
         named = [(n, p) for n, p in view.store.named_parameters() if n not in kept]
         if named and not any(p.is_meta for _, p in named):
-            found["reference" if role == "reference" else "actor's trunk"] = fingerprint(named)
+            found[role if role == "reference" else f"{role}'s trunk"] = fingerprint(named)
     return found
 
 
