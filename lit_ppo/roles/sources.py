@@ -34,7 +34,8 @@ def model_config(role: str, config: RoleConfig) -> Any:
         )
     if source is not None and not Path(source).exists() and (source[:1] in "./~" or source.count("/") > 1):
         raise ValueError(
-            f"`{role}={source!r}` does not exist. Check the spelling, or give a Hugging Face id: owner/name."
+            f"`{role}={source!r}` cannot be read: there is no such folder. Check the spelling, or give a Hugging Face "
+            "id (owner/name)."
         )
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
