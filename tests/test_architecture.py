@@ -16,14 +16,7 @@ import lit_ppo
 
 LAYERS = [
     {"config", "memory"},  # options; out of memory, for any LightningModule
-    {
-        "experience",
-        "algo",
-        "metrics",
-        "optim",
-        "output",
-        "callbacks",
-    },  # data, mathematics, for any LightningModule
+    {"experience", "algo", "metrics", "optim", "output", "callbacks"},  # data, mathematics; for any LightningModule
     {"roles", "data"},  # models, prompts
     {"rollout", "rewards", "sharding"},  # text from models, numbers from text, models on many devices
     {"preflight", "checkpoint", "summary", "worst_case"},  # what is around the iterations
