@@ -203,7 +203,8 @@ class PPOHarness(LightningModule):
         """Show phase, tokens per second and reward on the progress bar."""
         from lit_ppo.callbacks.progress import RolloutProgress
 
-        return [RolloutProgress()]
+        there = any(isinstance(callback, RolloutProgress) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [] if there else [RolloutProgress()]
 
     def place_frozen(self) -> None:
         """Move what Lightning does not see (frozen roles, reward models) to where it computes."""

@@ -156,6 +156,8 @@ def print_table(module: PPOHarness) -> None:
         if reward.model is None:
             table.add_row(f"reward {reward.name}", "function", "", "", "", "cpu", "")
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a log file: cut no names
     console.print(table)
     console.print(batch_arithmetic(module), highlight=False)
 

@@ -43,7 +43,7 @@ def check_family(path: Any, strategy: Any) -> None:
         ValueError: It was written by another.
     """
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     ours = next((c.__name__ for c in (FSDPStrategy, ModelParallelStrategy) if isinstance(strategy, c)), None)
     if ours is None or not is_folder(path):
