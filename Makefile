@@ -21,17 +21,17 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 $(VENV)/.demo: $(VENV)/.made
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[demo]"
+	$(BIN)/python -m pip install -qq -c constraints.txt -e ".[demo]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.made
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev]"
 	touch $@
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "lit-ppo needs Python 3.11 or newer, this is " + sys.version'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -qq --upgrade pip
 	touch $@
 
 clean:
