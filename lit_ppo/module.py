@@ -72,17 +72,16 @@ class PPOLightningModule(PPOHarness):
         """
         self.set_mode(train=False)
         draw = Draw(seed=self.seed, iteration=number, stream=stream)
-        with self.sharding.gathered(self.views.actor.store):
-            if not len(prompts):
+
+        def sample(start: int, stop: int) -> Rollout:
+            if not len(prompts):  # a rank without any, which takes part in what the ranks agree on
                 return Rollout.empty(prompts)
+            return self.engine.generate(prompts.select(torch.arange(start, stop)), sampling, draw)
+
+        with self.sharding.gathered(self.views.actor.store):
             self.engine.wake()
-            parts = self.oom_policy.run_chunks(
-                "rollout",
-                len(prompts),
-                self.ppo.rollout_batch_size,
-                lambda start, stop: self.engine.generate(prompts.select(torch.arange(start, stop)), sampling, draw),
-                module=self,
-            )
+            size = self.ppo.rollout_batch_size
+            parts = self.oom_policy.run_chunks("rollout", max(1, len(prompts)), size, sample, module=self)
             self.engine.sleep()
         return Rollout.cat(parts)
 
@@ -299,13 +298,14 @@ class PPOLightningModule(PPOHarness):
         """(B,) float32: the critic's value after the last token of truncated responses, 0 for the others."""
         padded = nn.functional.pad(rollout.ids, (0, 1))
         longer = Rollout(rollout.prompts, padded, rollout.lengths + 1, rollout.stopped, padded.float())
-
-        def values_of(start: int, stop: int) -> Tensor:
-            part = longer.select(torch.arange(start, stop)).trim()
-            return self.views.critic(part)[0].gather(1, part.lengths[:, None] - 1)[:, 0]
-
-        size = self.ppo.score_batch_size or self.ppo.micro_batch_size
-        values = torch.cat(self.oom_policy.run_chunks("score", len(longer), size, values_of, module=self))
+        values = torch.zeros(len(longer), device=rollout.ids.device)
+        size = self.ppo.score_batch_size or self.ppo.micro_batch_size or len(longer)
+        for attempt in self.oom_policy.retry("score", max(1, min(size, len(longer))), module=self):
+            with attempt:
+                for rows in self.cuts(torch.arange(len(longer)), attempt.size):
+                    part = longer.part(rows)
+                    at_end = self.views.critic(part)[0].gather(1, part.lengths[:, None] - 1)[:, 0]
+                    values[rows] = at_end[: len(rows)]
         return torch.where(rollout.stopped, 0.0, values)
 
     def shape_scores(self, scores: Scores, rollout: Rollout) -> Tensor:

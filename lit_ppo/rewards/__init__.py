@@ -129,12 +129,11 @@ class RewardSum:
         keep = torch.ones(len(samples), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
         for reward in self.rewards:
-            if len(samples) == 0:
-                scores = torch.zeros(0, dtype=torch.float32)
-            elif guard is not None and reward.model is not None:
-                scores = guard(min(reward.config.batch_size, len(samples)), partial(reward.score, samples))
+            score = partial(reward.score, samples) if len(samples) else _nothing
+            if guard is not None and reward.model is not None:
+                scores = guard(min(reward.config.batch_size, max(1, len(samples))), score)
             else:
-                scores = reward.score(samples)
+                scores = score()
             finite = scores.isfinite()
             if not finite.all():
                 bad = int(finite.logical_not().nonzero()[0])
@@ -177,6 +176,11 @@ def build_rewards(
     if len(items) == 2 and hasattr(items[1], "decode"):  # a module and its tokenizer
         items = [spec]
     return RewardSum([_build(item) for item in items], default_device)
+
+
+def _nothing(size: int | None = None) -> Tensor:
+    """The scores of no samples."""
+    return torch.zeros(0, dtype=torch.float32)
 
 
 def _build(spec: Any) -> Reward:
