@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
-from lit_ppo import LoRAConfig, OptimConfig, PPOConfig, PPOLightningModule, PromptDataModule, SamplingConfig
+from lit_ppo import (
+    LoRAConfig,
+    OptimConfig,
+    PPOConfig,
+    PPOLightningModule,
+    PromptDataModule,
+    RewardConfig,
+    SamplingConfig,
+)
+from lit_ppo.callbacks import FreezeParameters, GradientCheckpointing, OOMGuard, QuantizeRewardModel
 from lit_ppo.experience import Rollout
 from lit_ppo.roles.build import clean_name, saved_names
 from lit_ppo.rollout.base import TRAIN
@@ -45,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
         ),
     },
     "shared": {"lora": LoRAConfig(r=4), "layout": "shared"},
+    # all of the callbacks at once: layers that thaw, layers that never train, recomputation, a reward model in 4 bits
+    "callbacks": {"reward": [wordy, RewardConfig(source="REWARD", weight=0.5, name="model")]},
     # three prompts: with four ranks, one has none
     "scarce": {"lora": LoRAConfig(r=4), "ppo": PPOConfig(epochs=2, bootstrap_truncated=True, max_grad_norm=0.1)},
     "no critic": {
@@ -53,9 +66,24 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 PROMPTS = {"scarce": 3}
+CALLBACKS: dict[str, Any] = {
+    "shared": lambda: [GradientCheckpointing()],
+    "callbacks": lambda: [
+        GradientCheckpointing(),
+        FreezeParameters("first:1", until="step 6"),
+        FreezeParameters("embeddings"),
+        QuantizeRewardModel(),
+        OOMGuard(),
+    ],
+}
 
 
-def module(case: str, actor: str, **changes: Any) -> PPOLightningModule:
+def folders() -> dict[str, str]:
+    """What the cases load; the same folders on every rank."""
+    return {"actor": tiny.folder(TIED), "reward": tiny.folder("qwen2", labels=1)}
+
+
+def module(case: str, actor: str, reward: str, **changes: Any) -> PPOLightningModule:
     """The module of a case."""
     options = {
         "actor": actor,
@@ -64,7 +92,10 @@ def module(case: str, actor: str, **changes: Any) -> PPOLightningModule:
         "ppo": PPOConfig(epochs=2, minibatches=2),
         "optim": OptimConfig(actor_lr=1e-3, critic_lr=2e-3),
     }
-    return PPOLightningModule(**(options | CASES[case] | changes))
+    options |= CASES[case]
+    if isinstance(options["reward"], list):
+        options["reward"] = [wordy, replace(options["reward"][1], source=reward)]
+    return PPOLightningModule(**(options | changes))
 
 
 def data(case: str, iterations: int = ITERATIONS) -> PromptDataModule:
@@ -77,6 +108,7 @@ class CPUFullyShardedStrategy(FSDPStrategy):
     """FSDPStrategy on the CPU, where Lightning refuses it: the same calls of FSDP with another device."""
 
     def __init__(self, **options: Any) -> None:
+        forget_offload()
         super().__init__(process_group_backend="gloo", **options)
 
     def model_sharded_context(self):
@@ -92,8 +124,12 @@ class CPUFullyShardedStrategy(FSDPStrategy):
         )
 
 
-def strategy(name: str, world: int, **options: Any) -> Any:
-    """A strategy on so many ranks."""
+def strategy(name: str, world: int) -> Any:
+    """A strategy on so many ranks; `-full` and `-sharded` say how it saves."""
+    name, _, saves = name.partition("-")
+    options: dict[str, Any] = {}
+    if saves:
+        options = {"save_distributed_checkpoint": saves == "sharded"} if name == "fsdp2" else {"state_dict_type": saves}
     if name == "fsdp2":
         return ModelParallelStrategy(
             data_parallel_size=world, tensor_parallel_size=1, process_group_backend="gloo", **options
@@ -101,6 +137,24 @@ def strategy(name: str, world: int, **options: Any) -> Any:
     if name == "fsdp1":
         return CPUFullyShardedStrategy(**options)
     return DDPStrategy(process_group_backend="gloo") if name == "ddp" else "auto"
+
+
+def forget_offload() -> None:
+    """FSDP1's full state dicts crash on the CPU where they are asked to be moved there."""
+    import lightning.pytorch.strategies.fsdp as lightning_fsdp
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+    from torch.distributed.fsdp.api import FullOptimStateDictConfig
+
+    def full(module: Any, world_size: int, rank0_only: bool = True) -> Any:
+        return FullyShardedDataParallel.state_dict_type(
+            module,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
+            FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
+        )
+
+    lightning_fsdp._get_full_state_dict_context = full
+    lightning_fsdp._load_raw_module_state.__globals__["_get_full_state_dict_context"] = full
 
 
 class Watch(Callback):
@@ -153,22 +207,20 @@ def weights(run: PPOLightningModule) -> dict[str, Tensor]:
 
 def fit(
     case: str,
-    actor: str,
+    models: dict[str, str],
     kind: str,
     world: int,
     folder: Path,
     replay: list[Rollout] | None = None,
-    run: PPOLightningModule | None = None,
     ckpt: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a case and return what it did."""
     seed_everything(0, verbose=False)
     watch = Watch(replay)
-    run = module(case, actor) if run is None else run
-    callbacks = [watch, *options.pop("callbacks", [])]
-    kind = options.pop("strategy", None) or strategy(kind, world)
-    settings = dict(strategy=kind, devices=options.pop("devices", world), callbacks=callbacks, val_check_interval=2)
+    run = module(case, **models)
+    callbacks = [watch, *CALLBACKS.get(case, list)(), *options.pop("callbacks", [])]
+    settings = dict(strategy=strategy(kind, world), devices=world, callbacks=callbacks, val_check_interval=2)
     trainer = tiny.trainer(folder, **(settings | options))
     trainer.fit(run, data(case), ckpt_path=ckpt)
     return {
@@ -182,6 +234,11 @@ def fit(
         "module": run,
         "trainer": trainer,
     }
+
+
+def saver(folder: str) -> ModelCheckpoint:
+    """Saves after the second iteration, and again over the same name after the fourth."""
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=8, save_top_k=-1, save_last=True)
 
 
 def local(p: Tensor) -> Tensor:

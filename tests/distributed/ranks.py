@@ -7,9 +7,10 @@ import sys
 import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message=".*does not have many workers")
 import cases
 import torch
+
+warnings.filterwarnings("ignore", message=".*does not have many workers")
 
 torch.set_num_threads(1)
 
@@ -18,9 +19,12 @@ def main(folder: str, argument: str) -> None:
     """Run every job."""
     where, rank, world = Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for job in cases.parse(argument):
-        name, case, kind, actor = job["name"], job["case"], job["kind"], job["actor"]
+        name, case, kind = job["name"], job["case"], job["kind"]
         replay = torch.load(job["replay"], weights_only=False) if "replay" in job else None
-        result = cases.fit(case, actor, kind, world, where, replay, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
+        options = {"devices": int(os.environ["LOCAL_WORLD_SIZE"]), "ckpt": job.get("ckpt")}
+        if "save" in job:
+            options |= {"enable_checkpointing": True, "callbacks": [cases.saver(job["save"])]}
+        result = cases.fit(case, job["models"], kind, world, where, replay, **options)
         torch.save(cases.forgettable(result), where / f"{name}-{rank}.pt")
 
 
