@@ -123,7 +123,7 @@ def test_rotate(dtype, normed, shape):
     qkv = torch.randn(5, (heads + 2 * kv_heads) * dim, device=DEVICE, dtype=dtype)
     angle = torch.randn(40, dim, device=DEVICE)
     table = angle.cos().to(dtype), angle.sin().to(dtype)
-    places, slots = torch.tensor([3, 0, 39, 7, 8], device=DEVICE), torch.tensor([1, 4, 0, 2, 3], device=DEVICE)
+    places = torch.tensor([3, 0, 39, 7, 8], device=DEVICE)
     norms = [LlamaRMSNorm(dim, eps=1e-5).to(DEVICE, dtype) for _ in range(2)]
     for norm in norms:
         nn.init.normal_(norm.weight)
@@ -135,14 +135,34 @@ def test_rotate(dtype, normed, shape):
     ours = layer_kernels.rotate(qkv, table, places, (heads, kv_heads), options)
     for a, b in zip(ours, (q[0], k[0], v), strict=True):
         close(a, b, dtype)
-    cache = SlotCache(1, 6, kv_heads, 40, dim, dtype, DEVICE)
-    again, keys, values = layer_kernels.rotate(
-        qkv, table, places, (heads, kv_heads), options, (cache.keys[0], cache.values[0], slots)
-    )
-    assert torch.equal(again, ours[0])
-    assert torch.equal(keys[slots, :, places], ours[1])
-    assert torch.equal(values[slots, :, places], ours[2])
-    assert int((cache.values != 0).sum()) == int((v != 0).sum())  # nothing else was written
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("splits", "shape"), [(1, (6, 2, 16)), (4, (3, 3, 24)), (0, (14, 2, 64))])
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(0.3), AttentionSpec(0.3, window=33), AttentionSpec(0.3, softcap=1.5)], ids=str
+)
+def test_fused_attention(dtype, normed, splits, shape, spec):
+    heads, kv_heads, dim = shape
+    caches = [SlotCache(1, 6, kv_heads, 192, dim, dtype, DEVICE) for _ in range(2)]
+    caches[0].keys.normal_()
+    caches[0].values.normal_()
+    caches[1].keys.copy_(caches[0].keys)
+    caches[1].values.copy_(caches[0].values)
+    qkv = torch.randn(4, (heads + 2 * kv_heads) * dim, device=DEVICE, dtype=dtype)
+    angle = torch.randn(192, dim, device=DEVICE)
+    table = angle.cos().to(dtype), angle.sin().to(dtype)
+    norms = (torch.randn(dim, device=DEVICE).to(dtype), torch.randn(dim, device=DEVICE).to(dtype), 1e-5)
+    slots = torch.tensor([4, 0, 6, 2], device=DEVICE)
+    lengths = torch.tensor([0, 63, 64, 150], device=DEVICE)
+    q, k, v = layer_kernels.rotate(qkv, table, lengths, (heads, kv_heads), norms if normed else None)
+    expected = DecodeAttention(caches[0], slots, lengths, 192).attend(0, q, k, v, spec)
+    stored = caches[1].keys[0], caches[1].values[0], slots, lengths
+    ours = kernels.fused_attention(qkv, *stored, spec, heads, table, norms if normed else None, splits)
+    close(ours, expected.flatten(1), dtype)
+    close(caches[1].keys, caches[0].keys, dtype)
+    assert torch.equal(caches[1].values, caches[0].values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

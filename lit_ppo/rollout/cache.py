@@ -147,14 +147,6 @@ class PrefillAttention:
             return out.reshape(self.total, *out.shape[2:])
         return out[self.row, self.place]
 
-    def store(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return nothing: keys and values are needed packed too, so `attend` stores them."""
-        return None
-
-    def read(self, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:
-        """Refuse: only decoding reads what is stored."""
-        raise NotImplementedError
-
     def _padded(self, x: Tensor) -> Tensor:
         if self.equal:
             padded = x.reshape(self.rows, self.width, *x.shape[1:])
@@ -184,10 +176,6 @@ class DecodeAttention:
         self.cache.write(layer, self.slots, self.lengths, k, v)
         return self.read(layer, q, spec)
 
-    def store(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return keys, values and slots, for a kernel that writes there itself before `read`."""
-        return self.cache.keys[layer], self.cache.values[layer], self.slots
-
     def read(self, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:
         """Attend to what is stored, where the new keys and values already are."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
@@ -200,3 +188,9 @@ class DecodeAttention:
             seen &= place > self.lengths[:, None] - spec.window
         k, v = (x[self.slots, :, : self.bound].to(q.dtype) for x in (keys, values))
         return masked_attention(q[:, :, None], k, v, seen[:, None, None], spec)[:, :, 0]
+
+    def fused(self, layer: int, qkv: Tensor, spec: AttentionSpec, heads: int, table: Any, norms: Any) -> Tensor:
+        """Attend from what the projections give, in one kernel; see `kernels.fused_attention`."""
+        stored = self.cache.keys[layer], self.cache.values[layer], self.slots, self.lengths
+        out: Tensor = self.kernels.fused_attention(qkv, *stored, spec, heads, table, norms)
+        return out

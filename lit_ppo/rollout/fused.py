@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_ppo.roles.model import decoder_of
-from lit_ppo.rollout.cache import AttentionSpec
+from lit_ppo.rollout.cache import AttentionSpec, DecodeAttention
 from lit_ppo.rollout.trunk import Attention, HFTrunk
 
 FAMILY = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
@@ -66,13 +66,13 @@ class FusedTrunk(HFTrunk):
         residual = self.decoder.embed_tokens(ids)
         x = kernels.add_norm(residual, None, *self.layers[0].norm)
         for number, layer in enumerate(self.layers):
-            store = attention.store(number)
-            q, k, v = kernels.rotate(layer.qkv(x), self.table, places, layer.heads, layer.head_norms, store)
-            if store is None:
-                out = attention.attend(number, q, k, v, layer.spec)
+            qkv = layer.qkv(x)
+            if isinstance(attention, DecodeAttention):
+                out = attention.fused(number, qkv, layer.spec, layer.heads[0], self.table, layer.head_norms)
             else:
-                out = attention.read(number, q, layer.spec)
-            x = kernels.add_norm(layer.out(out.flatten(1)), residual, *layer.mlp_norm)
+                q, k, v = kernels.rotate(qkv, self.table, places, layer.heads, layer.head_norms)
+                out = attention.attend(number, q, k, v, layer.spec).flatten(1)
+            x = kernels.add_norm(layer.out(out), residual, *layer.mlp_norm)
             x = layer.down(kernels.swiglu(layer.gate_up(x)))
             after = self.layers[number + 1].norm if number + 1 < len(self.layers) else _norm(self.decoder.norm)
             x = kernels.add_norm(x, residual, *after)

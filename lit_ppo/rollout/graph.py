@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from lit_ppo.algo.noise import base_key
 from lit_ppo.experience import Prompts, Rollout
@@ -114,9 +115,13 @@ class GraphEngine:
 
     def release(self) -> None:
         """Give back everything the engine holds on the device."""
-        self._graphs.clear()
+        self._forget_graphs()
         self._samplers.clear()
-        self._cache = self._board = self._pool = None
+        self._cache = self._board = None
+
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+        self._pool = None  # a pool does not outlive its last graph
 
     # ------------------------------------------------------------------------------------------------ one rollout
 
@@ -239,29 +244,37 @@ class GraphEngine:
         base, kernels = self.policy.store.base, self._kernels()
         if self._trunk is not None and self._addresses == self._where():
             return
-        self._graphs.clear()
+        self._forget_graphs()
         reason = unservable(base)
-        if reason is None:
-            self._trunk = HFTrunk(base)
-            if (
-                kernels is not None
-                and unfusable(base) is None
-                and not torch.is_autocast_enabled(self.policy.device.type)
-            ):
-                fused = FusedTrunk(base, 64)
-                self._trunk = fused if self._error(fused) is None else self._trunk
-            reason = self._error(self._trunk)
+        if reason is not None:
+            raise Unservable(f"The graph engine cannot serve {type(base).__name__}: {reason}.")
+        self._trunk = self._fused_trunk(kernels) or HFTrunk(base)
+        reason = self._error(self._trunk)
         if reason is not None:
             self._trunk = None
             raise Unservable(f"The graph engine cannot serve {type(base).__name__}: {reason}.")
         self._addresses = self._where()
 
+    def _fused_trunk(self, kernels: Any) -> HFTrunk | None:
+        """Return fused layers for a model of the Llama family, if they compute what the model does."""
+        base = self.policy.store.base
+        if kernels is None or torch.is_autocast_enabled(self.policy.device.type) or unfusable(base) is not None:
+            return None
+        trunk = FusedTrunk(base, 64)
+        reason = self._error(trunk)
+        if reason is None:
+            return trunk
+        rank_zero_info(f"{type(base).__name__} is decoded without fused layers, which is slower: {reason}.")
+        return None
+
     def _error(self, trunk: HFTrunk) -> str | None:
         """Say how a trunk differs from the model's own forward, or None."""
         try:
             error = differs(trunk, self._kernels())
-        except (NotImplementedError, RuntimeError, TypeError, AttributeError) as cause:
-            return str(cause)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as cause:  # whatever an unknown model or an unknown compiler raises: `generate` still works
+            return f"{type(cause).__name__}: {cause}".splitlines()[0]
         half = self.policy.store.base.get_input_embeddings().weight.dtype.itemsize < 4
         limit = 0.05 if half or torch.is_autocast_enabled(self.policy.device.type) else 1e-3
         return None if error <= limit else f"its logits come out {error:.1%} off those of its own forward"

@@ -63,71 +63,48 @@ def _rotate(
     cos_ptr,
     sin_ptr,
     place_ptr,
-    slot_ptr,
     q_norm_ptr,
     k_norm_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    out_ptr,
     eps,
-    slot_stride,
-    head_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
-    STORE: tl.constexpr,
 ):
     # One program: HEAD_BLOCK heads of one token. Each head is two halves that rotate into each other.
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     d = tl.arange(0, HALF_BLOCK)
     dim = 2 * HALF
-    dtype = q_ptr.dtype.element_ty
-    real = (h[:, None] < HEADS + 2 * KV_HEADS) & (d[None, :] < HALF)
-    at = (row * (HEADS + 2 * KV_HEADS) + h[:, None]) * dim + d[None, :]
-    left = tl.load(qkv_ptr + at, mask=real, other=0.0)
-    right = tl.load(qkv_ptr + at + HALF, mask=real, other=0.0)
+    dtype = out_ptr.dtype.element_ty
+    real = (h[:, None] < HEADS + KV_HEADS) & (d[None, :] < HALF)
+    a = tl.load(qkv_ptr + (row * (HEADS + 2 * KV_HEADS) + h[:, None]) * dim + d[None, :], mask=real, other=0.0)
+    b = tl.load(qkv_ptr + (row * (HEADS + 2 * KV_HEADS) + h[:, None]) * dim + HALF + d[None, :], mask=real, other=0.0)
     place = tl.load(place_ptr + row)
-    is_q = h[:, None] < HEADS
-    is_v = h[:, None] >= HEADS + KV_HEADS
-    a = left.to(tl.float32)
-    b = right.to(tl.float32)
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    low = d < HALF
     if NORM:
+        is_q = h[:, None] < HEADS
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / dim + eps)[:, None]
-        low = d[None, :] < HALF
-        wq_l = tl.load(q_norm_ptr + d[None, :], mask=low, other=0.0)
-        wq_r = tl.load(q_norm_ptr + HALF + d[None, :], mask=low, other=0.0)
-        wk_l = tl.load(k_norm_ptr + d[None, :], mask=low, other=0.0)
-        wk_r = tl.load(k_norm_ptr + HALF + d[None, :], mask=low, other=0.0)
-        a = ((a * scale).to(dtype).to(tl.float32) * tl.where(is_q, wq_l, wk_l).to(tl.float32)).to(dtype).to(tl.float32)
-        b = ((b * scale).to(dtype).to(tl.float32) * tl.where(is_q, wq_r, wk_r).to(tl.float32)).to(dtype).to(tl.float32)
-    in_half = d < HALF
-    cos_l = tl.load(cos_ptr + place * dim + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    cos_r = tl.load(cos_ptr + place * dim + HALF + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    sin_l = tl.load(sin_ptr + place * dim + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    sin_r = tl.load(sin_ptr + place * dim + HALF + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    new_a = ((a * cos_l).to(dtype).to(tl.float32) - (b * sin_l).to(dtype).to(tl.float32)).to(dtype)
-    new_b = ((b * cos_r).to(dtype).to(tl.float32) + (a * sin_r).to(dtype).to(tl.float32)).to(dtype)
-    q_at = (row * HEADS + h[:, None]) * dim + d[None, :]
-    tl.store(q_ptr + q_at, new_a, mask=real & is_q)
-    tl.store(q_ptr + q_at + HALF, new_b, mask=real & is_q)
-    is_k = real & (is_q == 0) & (is_v == 0)
-    if STORE:
-        slot = tl.load(slot_ptr + row)
-        kv_at = slot * slot_stride + place * dim + d[None, :]
-        stride = head_stride
-    else:
-        kv_at = row * KV_HEADS * dim + d[None, :]
-        stride = dim
-    k_at = kv_at + (h[:, None] - HEADS) * stride
-    v_at = kv_at + (h[:, None] - HEADS - KV_HEADS) * stride
-    tl.store(k_ptr + k_at, new_a, mask=is_k)
-    tl.store(k_ptr + k_at + HALF, new_b, mask=is_k)
-    tl.store(v_ptr + v_at, left, mask=real & is_v)
-    tl.store(v_ptr + v_at + HALF, right, mask=real & is_v)
+        q_a = tl.load(q_norm_ptr + d, mask=low, other=0.0).to(tl.float32)[None, :]
+        q_b = tl.load(q_norm_ptr + HALF + d, mask=low, other=0.0).to(tl.float32)[None, :]
+        k_a = tl.load(k_norm_ptr + d, mask=low, other=0.0).to(tl.float32)[None, :]
+        k_b = tl.load(k_norm_ptr + HALF + d, mask=low, other=0.0).to(tl.float32)[None, :]
+        a = ((a * scale).to(dtype).to(tl.float32) * tl.where(is_q, q_a, k_a)).to(dtype).to(tl.float32)
+        b = ((b * scale).to(dtype).to(tl.float32) * tl.where(is_q, q_b, k_b)).to(dtype).to(tl.float32)
+    cos_a = tl.load(cos_ptr + place * dim + d, mask=low, other=0.0).to(tl.float32)[None, :]
+    cos_b = tl.load(cos_ptr + place * dim + HALF + d, mask=low, other=0.0).to(tl.float32)[None, :]
+    sin_a = tl.load(sin_ptr + place * dim + d, mask=low, other=0.0).to(tl.float32)[None, :]
+    sin_b = tl.load(sin_ptr + place * dim + HALF + d, mask=low, other=0.0).to(tl.float32)[None, :]
+    at = (row * (HEADS + KV_HEADS) + h[:, None]) * dim + d[None, :]
+    new_a = (a * cos_a).to(dtype).to(tl.float32) - (b * sin_a).to(dtype).to(tl.float32)
+    new_b = (b * cos_b).to(dtype).to(tl.float32) + (a * sin_b).to(dtype).to(tl.float32)
+    tl.store(out_ptr + at, new_a.to(dtype), mask=real)
+    tl.store(out_ptr + at + HALF, new_b.to(dtype), mask=real)
 
 
 def rotate(
@@ -136,7 +113,6 @@ def rotate(
     places: Tensor,
     heads: tuple[int, int],
     norms: tuple[Tensor, Tensor, float] | None = None,
-    store: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate queries and keys, after their norms if any. Twin: transformers' `apply_rotary_pos_emb`.
 
@@ -146,29 +122,22 @@ def rotate(
         places: (n,) int64 positions.
         heads: H and HK.
         norms: Weights of the query's and the key's norm, each (D,), and their epsilon.
-        store: Keys (slots, HK, width, D), values, and (n,) int64 slots: write there, at `places`.
 
     Returns:
-        Queries (n, H, D); keys and values (n, HK, D), or with `store` those given.
+        Queries (n, H, D), keys and values (n, HK, D).
     """
     n_heads, kv_heads = heads
     tokens, dim = len(qkv), qkv.shape[1] // (n_heads + 2 * kv_heads)
-    q = qkv.new_empty(tokens, n_heads, dim)
-    if store is None:
-        k, v = qkv.new_empty(tokens, kv_heads, dim), qkv.new_empty(tokens, kv_heads, dim)
-        slots, strides = places, (0, 0)
-    else:
-        k, v, slots = store
-        strides = (k.stride(0), k.stride(1))
+    out = qkv.new_empty(tokens, n_heads + kv_heads, dim)
     half_block = _next_power(dim // 2)
-    head_block = min(_next_power(n_heads + 2 * kv_heads), max(1, 1024 // half_block))
+    head_block = min(_next_power(n_heads + kv_heads), max(1, 1024 // half_block))
     q_norm, k_norm, eps = norms if norms is not None else (qkv, qkv, 0.0)
-    _rotate[(tokens, triton.cdiv(n_heads + 2 * kv_heads, head_block))](
-        qkv, table[0], table[1], places, slots, q_norm, k_norm, q, k, v, eps, *strides,
+    _rotate[(tokens, triton.cdiv(n_heads + kv_heads, head_block))](
+        qkv, table[0], table[1], places, q_norm, k_norm, out, eps,
         HEADS=n_heads, KV_HEADS=kv_heads, HALF=dim // 2, HALF_BLOCK=half_block, HEAD_BLOCK=head_block,
-        NORM=norms is not None, STORE=store is not None, num_warps=4,
+        NORM=norms is not None, num_warps=4,
     )  # fmt: skip
-    return q, k, v
+    return out[:, :n_heads], out[:, n_heads:], qkv.view(tokens, -1, dim)[:, n_heads + kv_heads :]
 
 
 @triton.jit

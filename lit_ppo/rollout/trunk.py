@@ -19,12 +19,6 @@ class Attention(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """(n, H, D) queries, (n, HK, D) keys and values -> (n, H, D)."""
 
-    def store(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Where a kernel may write keys and values itself, before `read`: keys, values, slots. None: use `attend`."""
-
-    def read(self, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:
-        """(n, H, D) queries -> (n, H, D), over what is stored."""
-
 
 NAME = "lit_ppo_slots"
 """Our attention's name in transformers' AttentionInterface."""
