@@ -20,7 +20,7 @@ from typing_extensions import override
 from lit_ppo.roles.build import named_tensors, saved_names
 from lit_ppo.roles.loading import fingerprint
 from lit_ppo.sharding.folders import is_folder, read_folder, recover, use_folders_safely
-from lit_ppo.sharding.ranks import gather
+from lit_ppo.ranks import gather
 
 if TYPE_CHECKING:
     from lit_ppo.harness import PPOHarness

@@ -23,7 +23,7 @@ from lit_ppo.rollout.base import RolloutEngine, Sampling
 from lit_ppo.rollout.hf import HFEngine
 from lit_ppo.sharding import sharding_for
 from lit_ppo.sharding.materialize import Source
-from lit_ppo.sharding.ranks import gather, together
+from lit_ppo.ranks import gather, together
 from lit_ppo.sharding.replicated import Replicated
 
 

@@ -16,7 +16,7 @@ from lit_ppo.output import check_output
 from lit_ppo.roles.build import RolePlan, plan_roles
 from lit_ppo.roles.sources import context_length, load_tokenizer
 from lit_ppo.rollout.base import Sampling, resolve_sampling
-from lit_ppo.sharding.ranks import check_device, check_same, gather
+from lit_ppo.ranks import check_device, check_same, gather
 
 if TYPE_CHECKING:
     from lit_ppo.harness import PPOHarness

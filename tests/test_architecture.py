@@ -15,7 +15,7 @@ import pytest
 import lit_ppo
 
 LAYERS = [
-    {"config", "memory"},  # options; out of memory, for any LightningModule
+    {"config", "memory", "ranks"},  # options; out of memory, for any LightningModule; agreements between processes
     {"experience", "algo", "metrics", "optim", "output", "callbacks"},  # data, mathematics; for any LightningModule
     {"roles", "data"},  # models, prompts
     {"rollout", "rewards", "sharding"},  # text from models, numbers from text, models on many devices

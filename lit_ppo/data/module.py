@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lit_ppo.data.encode import limit, pad_id, tokenize
 from lit_ppo.data.loader import PromptLoader
 from lit_ppo.data.rows import Prompt, parse_rows, read_rows
+from lit_ppo.ranks import together
 
 # For jsonargparse the list has to come first: it would take a YAML list for text otherwise.
 Source = list[str | dict[str, Any]] | str | None
@@ -134,7 +135,13 @@ class PromptDataModule(LightningDataModule):
         Raises:
             ValueError: The stage has no prompts, or none that can be used.
             AttributeError: The LightningModule has no `tokenizer`.
+            RuntimeError: Another rank failed.
         """
+        together("reading the prompts", lambda: self._read(stage))
+        if "val" not in self._sets:  # Lightning validates where the hook is overridden
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
+
+    def _read(self, stage: str) -> None:
         stage = str(getattr(stage, "value", stage))  # Lightning passes an enum
         if stage == "predict" and "predict" not in self._sets and "val" in self._sets:
             self._sets["predict"] = self._sets["val"]
@@ -148,8 +155,6 @@ class PromptDataModule(LightningDataModule):
         for name in ("train", "val") if stage == "fit" else (needed,):
             if name in self._sets and name not in self._ready:
                 self._prepare(name)
-        if "val" not in self._sets:  # Lightning validates where the hook is overridden
-            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
 
     def teardown(self, stage: str) -> None:
         """Undo what `setup` did to the hooks."""
