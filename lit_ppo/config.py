@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Number, Real
 from typing import Any, TypeVar
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 AGGREGATIONS = (
     "token_mean",
@@ -23,6 +23,7 @@ AGGREGATIONS = (
 ADVANTAGES = ("gae", "grpo", "rloo", "reinforce_pp")
 SCHEDULES = ("linear", "cosine", "constant")
 LAYOUTS = ("separate", "shared")
+ENGINES = ("auto", "hf", "graph")
 
 T = TypeVar("T")
 
@@ -145,8 +146,9 @@ class RoleConfig:
     source: str | None = None
     """Folder or Hugging Face id. None: taken from the actor (reference), or from the reward model or actor (critic)."""
     dtype: str = "auto"
-    """float32, bfloat16, float16. auto: float32 where these very weights are trained; bfloat16 for frozen ones on CUDA,
-    but a reference without a source of its own has the actor's, so that the KL of an untouched policy is exactly 0."""
+    """float32, bfloat16, float16, float64. auto: the trainer's true precision if it has one, else float32 where these
+    very weights are trained and bfloat16 for frozen ones on CUDA; but a reference without a source of its own has the
+    actor's, so that the KL of an untouched policy is exactly 0."""
     attn_implementation: str | None = None
     """Passed to transformers (sdpa, eager, flash_attention_2, ...). None: its default."""
     device: str | None = None
@@ -242,6 +244,9 @@ class PPOConfig:
     """Sequences in one forward of the score phase. None: as `micro_batch_size` (then the first ratio is exactly 1)."""
     rollout_batch_size: int | None = None
     """Sequences generated at once. None: all. The sampling noise does not depend on it."""
+    rollout_engine: str = "auto"
+    """graph: captured decode steps on CUDA; hf: transformers' `generate`, anywhere. auto: graph on CUDA if it can serve
+    the model, else hf, with a line that says why."""
     advantage: str = "gae"
     """gae, or without a critic: grpo, rloo, reinforce_pp."""
     gamma: float = 1.0
@@ -303,6 +308,7 @@ class PPOConfig:
         _at_least(me, "minibatches", self.minibatches, 1)
         for name in ("micro_batch_size", "score_batch_size", "rollout_batch_size"):
             _at_least(me, name, getattr(self, name), 1)
+        choice(me, "rollout_engine", self.rollout_engine, ENGINES)
         choice(me, "advantage", self.advantage, ADVANTAGES)
         choice(me, "loss_aggregation", self.loss_aggregation, AGGREGATIONS)
         choice(me, "kl_estimator", self.kl_estimator, KL_ESTIMATORS)

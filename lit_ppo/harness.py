@@ -17,13 +17,13 @@ from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, Rol
 from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.metrics import Means
 from lit_ppo.optim import MasterAdamW, schedule
+from lit_ppo.ranks import gather, together
 from lit_ppo.rewards import build_rewards
 from lit_ppo.roles.build import Roles, build_roles
 from lit_ppo.rollout.base import RolloutEngine, Sampling
-from lit_ppo.rollout.hf import HFEngine
+from lit_ppo.rollout.select import build_engine
 from lit_ppo.sharding import sharding_for
 from lit_ppo.sharding.materialize import Source
-from lit_ppo.ranks import gather, together
 from lit_ppo.sharding.replicated import Replicated
 
 
@@ -136,6 +136,7 @@ class PPOHarness(LightningModule):
         if self.views is None:
             plan = preflight.plan(self)
             plan.transforms, plan.load_kwargs = self.role_transforms, self.role_load_kwargs
+            plan.true_dtype = preflight.true_dtype(self)
             ranks = 1 if self._trainer is None else self.trainer.world_size
             once = ranks > 1 and not plan.transforms and not plan.load_kwargs
             plan.empty = once and self.global_rank > 0
@@ -152,7 +153,7 @@ class PPOHarness(LightningModule):
         self.actor = views.actor.store
         if views.critic is not None and views.critic.store is not views.actor.store:
             self.critic = views.critic.store
-        object.__setattr__(self, "engine", HFEngine(views.actor))
+        object.__setattr__(self, "engine", build_engine(self.ppo.rollout_engine, views.actor))
         self.fingerprints = checkpoint.fingerprints(self)
 
     def shard(self) -> None:

@@ -187,7 +187,7 @@ class PPOLightningModule(PPOHarness):
             mode, width = ppo.loss_aggregation, self.sampling.max_new_tokens
             return aggregate(token_loss, mask, mode, tokens=tokens, sequences=sequences, width=width)
 
-        loss = torch.zeros((), device=self.device)
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
         stats: dict[str, tuple[Tensor, Tensor]] = {}
         n = mask.sum()
         if self.trains_actor:
@@ -266,8 +266,9 @@ class PPOLightningModule(PPOHarness):
         size = max(1, min(size, -(-len(rollout) // self.ppo.minibatches)))
         for attempt in self.oom_policy.retry("score", size, module=self):
             with attempt:
-                old, values, ref = (torch.zeros(shape, device=rollout.ids.device) for _ in range(3))
-                entropy_sum = torch.zeros((), device=rollout.ids.device)
+                zeros = torch.zeros(shape, dtype=torch.float32, device=rollout.ids.device)
+                old, values, ref = zeros, zeros.clone(), zeros.clone()
+                entropy_sum = zeros.new_zeros(())
                 for rows in self.minibatches(rollout, epoch=0):
                     for part in self.cuts(rows, attempt.size):
                         batch, n = rollout.part(part), len(part)  # 0 for a ghost, of which nothing is kept

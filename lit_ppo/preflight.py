@@ -13,10 +13,10 @@ from lit_ppo.config import LoRAConfig, PPOConfig, RoleConfig, SamplingConfig, fr
 from lit_ppo.data import PromptDataModule
 from lit_ppo.experience import Prompts
 from lit_ppo.output import check_output
+from lit_ppo.ranks import check_device, check_same, gather
 from lit_ppo.roles.build import RolePlan, plan_roles
 from lit_ppo.roles.sources import context_length, load_tokenizer
 from lit_ppo.rollout.base import Sampling, resolve_sampling
-from lit_ppo.ranks import check_device, check_same, gather
 
 if TYPE_CHECKING:
     from lit_ppo.harness import PPOHarness
@@ -231,6 +231,12 @@ def total_iterations(module: PPOHarness, batches: int | None = None) -> int:
     if trainer.max_steps != -1:
         ends.append(-(-trainer.max_steps // updates))
     return max(1, int(min(ends)))
+
+
+def true_dtype(module: PPOHarness) -> torch.dtype | None:
+    """Return what the trainer's precision makes of every trained weight: a dtype for `bf16-true` and its like."""
+    names = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+    return None if module._trainer is None else names.get(module.trainer.precision)
 
 
 def plan(module: PPOHarness) -> RolePlan:

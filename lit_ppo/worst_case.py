@@ -65,7 +65,7 @@ def experience(module: PPOLightningModule, rows: int, longest: int) -> Experienc
     """
     device, width = module.device, module.sampling.max_new_tokens
     ids = torch.ones(rows, longest, dtype=torch.long, device=device)
-    zeros = torch.zeros(rows, width, device=device)
+    zeros = torch.zeros(rows, width, dtype=torch.float32, device=device)
     optional: dict[str, Any] = {
         "values": None if module.views.critic is None else zeros,
         "returns": None if module.views.critic is None else zeros,

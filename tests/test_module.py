@@ -619,6 +619,28 @@ def test_the_effective_configuration_is_printed(tmp_path, capsys):
         assert text in printed, text
 
 
+@pytest.mark.parametrize("layout", [{}, SHARED], ids=["separate", "shared"])
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
+def test_an_iteration_in_other_precisions(tmp_path, layout, precision):
+    spy = Spy()
+    module = make(ppo={"minibatches": 2, "micro_batch_size": 3}, **layout)
+    trainer = tiny.fit(tmp_path, module, precision=precision, callbacks=[spy])
+    first = spy.experiences[0]
+    assert torch.equal(first.old_logprobs, first.ref_logprobs)  # the reference has the actor's dtype
+    assert first.old_logprobs.dtype == first.advantages.dtype == torch.float32
+    assert float(trainer.callback_metrics["policy/ratio_first_step"]) == pytest.approx(1.0, abs=1e-5)
+    dtypes = {p.dtype for named in module.trained.values() for _, p in named}
+    assert dtypes == {{"bf16-true": torch.bfloat16, "64-true": torch.float64, "bf16-mixed": torch.float32}[precision]}
+    if precision == "bf16-true":
+        assert all(s["master"].dtype == torch.float32 for s in trainer.optimizers[0].state.values())
+
+
+def test_a_dtype_that_the_precision_would_overrule_is_an_error(tmp_path):
+    role = RoleConfig(source=tiny.folder(), dtype="float32")
+    with pytest.raises(ValueError, match=r"`actor.dtype='float32'` contradicts the trainer's precision.*bfloat16"):
+        tiny.fit(tmp_path, make(actor=role), precision="bf16-true")
+
+
 def test_bf16_weights_learn_at_a_small_learning_rate(tmp_path):
     """Plain bf16 AdamW would round every one of these updates away."""
     role = RoleConfig(source=tiny.folder(), dtype="bfloat16")

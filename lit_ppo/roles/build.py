@@ -47,9 +47,11 @@ class RolePlan:
     transforms: list[Callable[[str, nn.Module], nn.Module]] = field(default_factory=list)
     """Called with (role, model) right after each is created: freezing, quantizing, checkpointing."""
     load_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Extra arguments of `from_pretrained` by role, such as a quantization config."""
     empty: bool = False
     """Build on the meta device what comes from a source: another rank loads it."""
-    """Extra arguments of `from_pretrained` by role, such as a quantization config."""
+    true_dtype: torch.dtype | None = None
+    """What `Trainer(precision="bf16-true")` and its like make of every trained weight; `auto` then means it."""
 
 
 @dataclass
@@ -293,7 +295,12 @@ def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: tor
         disable_dropout(source)
         model: Any = source.eval()
         return model if role == "actor" else _transform(role, model, plan)
-    dtype = resolve_dtype(source.dtype, trained=trained, device=device)
+    dtype = resolve_dtype(source.dtype, trained=trained, device=device, true_dtype=plan.true_dtype)
+    if trained and plan.true_dtype not in (None, dtype):
+        raise ValueError(
+            f"`{role}.dtype={source.dtype!r}` contradicts the trainer's precision, which makes every trained weight "
+            f"{_name(plan.true_dtype)}. Leave one of the two out."
+        )
     if plan.empty:  # then there are no transforms
         return empty_model(source, dtype, critic=role == "critic")
     extra = plan.load_kwargs.get(role, {})

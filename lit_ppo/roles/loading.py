@@ -11,21 +11,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_ppo.config import RoleConfig
+from lit_ppo.config import DTYPES, RoleConfig
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {name: getattr(torch, name) for name in DTYPES if name != "auto"}
 
 
-def resolve_dtype(dtype: str, *, trained: bool, device: torch.device) -> torch.dtype:
-    """Return the dtype of a role: `auto` is float32, or bfloat16 for frozen weights on CUDA.
+def resolve_dtype(
+    dtype: str, *, trained: bool, device: torch.device, true_dtype: torch.dtype | None = None
+) -> torch.dtype:
+    """Return the dtype of a role: `auto` is the trainer's true precision, else float32, or bfloat16 if frozen on CUDA.
 
     Args:
         dtype: As in RoleConfig.
         trained: Whether an optimizer updates these very weights.
         device: Where they will be.
+        true_dtype: What the trainer's precision makes of every weight, or None.
     """
     if dtype != "auto":
         return _DTYPES[dtype]
+    if true_dtype is not None:
+        return true_dtype
     return torch.bfloat16 if device.type == "cuda" and not trained else torch.float32
 
 

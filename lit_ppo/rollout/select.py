@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lit_ppo.config import choice
+from lit_ppo.config import ENGINES, choice
 from lit_ppo.experience import Prompts, Rollout
 from lit_ppo.roles.model import RoleView
 from lit_ppo.rollout.base import Draw, RolloutEngine, Sampling
 from lit_ppo.rollout.graph import GraphEngine, Unservable
 from lit_ppo.rollout.hf import HFEngine
-
-ENGINES = ("auto", "hf", "graph")
 
 
 class AutoEngine:
@@ -57,7 +55,7 @@ def build_engine(kind: str, policy: RoleView) -> RolloutEngine:
     Raises:
         ValueError: Another name.
     """
-    choice("", "rollout", kind, ENGINES)
+    choice("ppo", "rollout_engine", kind, ENGINES)
     if kind == "auto":
         return AutoEngine(policy)
     return HFEngine(policy) if kind == "hf" else GraphEngine(policy)
