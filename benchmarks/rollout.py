@@ -7,8 +7,8 @@ samples the whole vocabulary; `graph` and `hf` also return log-probs, which tran
 `static`, `continuous`) are spared. `equal` responses all have `--new` tokens; `varying` ones end at a stop token, with
 the vocabulary's share of stop tokens chosen so that their mean is about a third of `--new`.
 
-The floor of a decode step is the larger of two times: the bytes it must read (every weight once, every stored key and
-value) over the copy bandwidth, and its matrix products over the matrix rate, both measured here first.
+The floor of a decode step: its matrix products, the larger of their bytes over the copy bandwidth and their operations
+over the matrix rate, and then every stored key and value over the bandwidth. Both rates are measured here first.
 Rows are appended to `rollout.jsonl`; `--report` writes the table and the plot from all of them.
 """
 
@@ -88,7 +88,8 @@ def floor_seconds(model: Any, batch: int, context: float, rates: tuple[float, fl
     matrices -= embedding.numel() if embedding is not head else 0
     dim = config.hidden_size // config.num_attention_heads
     stored = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * context * batch
-    return max((matrices + stored) * head.element_size() / rates[0], 2 * matrices * batch / rates[1])
+    size = head.element_size()
+    return max(matrices * size / rates[0], 2 * matrices * batch / rates[1]) + stored * size / rates[0]
 
 
 def prompts_of(batch: int, width: int, vocab: int, device: str) -> Prompts:
@@ -199,7 +200,8 @@ def report(folder: Path) -> None:
     lines = [
         "# Rollout engines",
         "",
-        "Tokens a second, prefill included; for `graph` also of the decode steps alone, and their share of the floor.",
+        "Tokens a second, prefill included; for `graph` also of the decode steps alone (refills, which varying lengths",
+        "need, are among them), and the floor of a step over its time.",
         "",
         "| model | batch | lengths | engine | tok/s | decode only | step, ms | floor, ms | of floor | peak, GiB |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -257,7 +259,7 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "date": args.date,
-            "command": " ".join(["python", "benchmarks/rollout.py", *sys.argv[1:]]),
+            "command": " ".join(["python", "benchmarks/rollout.py", *_without(sys.argv[1:], "--output", "--date")]),
             "copy_tb_s": round(rates[0] / 1e12, 2),
             "matrix_tflop_s": round(rates[1] / 1e12),
         }
@@ -277,6 +279,11 @@ def main() -> None:
                         if args.device == "cuda":
                             torch.cuda.empty_cache()
     report(args.output)
+
+
+def _without(words: list[str], *options: str) -> list[str]:
+    """Drop options and their values from a command line."""
+    return [w for before, w in zip(["", *words], words, strict=False) if w not in options and before not in options]
 
 
 def _timed(work: Any, device: str) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
+from lit_ppo import PPOLightningModule
 from lit_ppo.config import LoRAConfig, SamplingConfig
 from lit_ppo.roles.adapters import POLICY, add_adapters
 from lit_ppo.roles.model import RoleModel, RoleView
@@ -42,6 +43,8 @@ def test_fused_layers_sample_what_generate_samples(kind):
     ours = engine.generate(prompts, options, DRAW)
     assert isinstance(engine._trunk, FusedTrunk)
     assert_same(ours, HFEngine(policy).generate(prompts, options, DRAW))
+    if kind != "llama" and DEVICE.type == "cpu":
+        return  # the interpreter is slow
     with torch.no_grad():  # an update in place reaches the weights that lie side by side
         for parameter in policy.store.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -132,6 +135,85 @@ def test_engines_by_name():
     auto.sleep()
     assert isinstance(auto.engine, GraphEngine if DEVICE.type == "cuda" else HFEngine)
     with pytest.raises(
-        ValueError, match=r"`rollout='grph'` must be one of 'auto', 'hf', 'graph'. Did you mean 'graph'"
+        ValueError, match=r"`ppo.rollout_engine='grph'` must be one of 'auto', 'hf', 'graph'. Did you mean 'graph'"
     ):
         build_engine("grph", policy)
+
+
+def test_a_four_bit_trunk_is_served(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    shape = tiny.SHAPE | {"hidden_size": 64, "intermediate_size": 128}  # blocks of 64 weights are quantized together
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval()
+    policy = RoleView(RoleModel(model), "logprobs")
+    options = resolve_sampling(SamplingConfig(max_new_tokens=6), tiny.tokenizer(), model.config, None)
+    prompts = tiny.prompts(4).to(policy.device)
+    assert_same(GraphEngine(policy).generate(prompts, options, DRAW), HFEngine(policy).generate(prompts, options, DRAW))
+
+
+def test_sharded_weights_are_left_to_generate():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    policy, options = setup(tiny.model().cpu())
+    fully_shard(policy.store.base, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(Unservable, match="its weights are sharded"):
+        GraphEngine(policy).generate(tiny.prompts(2), options, DRAW)
+
+
+def test_memory_is_given_back_when_it_runs_out(monkeypatch):
+    policy, options = setup(tiny.model(scale=3.0))
+    prompts = tiny.prompts(3).to(DEVICE)
+    engine = GraphEngine(policy)
+    expected = engine.generate(prompts, options, DRAW)
+    step = GraphEngine._step
+
+    def fail(self, *args):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(GraphEngine, "_step", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate(prompts, options, DRAW)
+    assert engine._cache is None
+    monkeypatch.setattr(GraphEngine, "_step", step)
+    assert_same(engine.generate(prompts, options, DRAW), expected)
+
+
+def test_training_is_the_same_with_either_engine(tmp_path):
+    weights = []
+    for kind in ("hf", "graph"):
+        module = PPOLightningModule(
+            actor=tiny.folder(), reward=tiny.count_w1, sampling={"max_new_tokens": 6}, optim={"actor_lr": 1e-3},
+            ppo={"rollout_engine": kind, "epochs": 1, "rollout_batch_size": 3},
+        )  # fmt: skip
+        tiny.fit(tmp_path, module)
+        assert isinstance(module.engine, HFEngine if kind == "hf" else GraphEngine)
+        weights.append(torch.cat([p.detach().flatten() for p in module.actor.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_once_and_sample_what_is_trained():
+    policy, options = setup(tiny.model("qwen2-tied", scale=3.0).bfloat16().cuda(), max_new_tokens=30)
+    prompts = tiny.prompts(40).to("cuda")
+    engine = GraphEngine(policy, max_rows=16)
+    engine.generate(prompts, options, DRAW)
+    captures = engine.stats["captures"]
+    assert captures > 0
+    assert isinstance(engine._trunk, FusedTrunk)
+    for number in range(3):
+        with torch.no_grad():  # an update in place
+            for parameter in policy.store.parameters():
+                parameter.mul_(1.01)
+        rollout = engine.generate(prompts, options, Draw(seed=1, iteration=number))
+        engine.sleep()
+        with torch.no_grad():
+            logprobs, _ = policy(rollout)
+        gap = (logprobs - rollout.logprobs).abs()
+        assert float(gap[rollout.mask].mean()) < 0.02
+    assert engine.stats["captures"] == captures

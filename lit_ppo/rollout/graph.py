@@ -99,8 +99,12 @@ class GraphEngine:
             torch.OutOfMemoryError: Not even one sequence fits into the memory that is free.
         """
         store = self.policy.store
-        with store.using(self.policy.adapter), our_attention(store.base):
-            return self._run(prompts, sampling, draw)
+        try:
+            with store.using(self.policy.adapter), our_attention(store.base):
+                return self._run(prompts, sampling, draw)
+        except torch.OutOfMemoryError:
+            self.release()  # whoever tries again with fewer sequences starts from all the memory
+            raise
 
     def sleep(self) -> None:
         """Release the KV memory and the graphs that point to it, unless there is room for it."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lit_ppo.roles.model import decoder_of
 from lit_ppo.rollout.cache import AttentionSpec, DecodeAttention, PrefillAttention, SlotCache
@@ -41,6 +42,8 @@ def unservable(base: Any) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
     ropes_bad = [r["rope_type"] for r in ropes if r.get("rope_type") in STATEFUL_ROPE]
+    if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in base.modules()):
+        return "its weights are sharded"
     if not getattr(base, "_supports_attention_backend", False):
         return "its attention does not go through transformers' AttentionInterface"
     if kinds:
