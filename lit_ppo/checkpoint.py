@@ -17,10 +17,10 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 from typing_extensions import override
 
+from lit_ppo.ranks import gather
 from lit_ppo.roles.build import named_tensors, saved_names
 from lit_ppo.roles.loading import fingerprint
 from lit_ppo.sharding.folders import is_folder, read_folder, recover, use_folders_safely
-from lit_ppo.ranks import gather
 
 if TYPE_CHECKING:
     from lit_ppo.harness import PPOHarness
@@ -205,6 +205,12 @@ def fingerprints(module: PPOHarness) -> dict[str, str]:
         if named and not any(p.is_meta for _, p in named):
             found[role if role == "reference" else f"{role}'s trunk"] = fingerprint(named)
     return found
+
+
+def reward_fingerprints(module: PPOHarness) -> dict[str, str]:
+    """Fingerprint the loaded reward models, by role."""
+    models = {module.rewards.role(r): r.model for r in module.rewards.rewards if r.model is not None}
+    return {role: fingerprint(model.named_parameters()) for role, model in models.items()}
 
 
 def keep_trained(module: PPOHarness, full: dict[str, Any]) -> dict[str, Any]:

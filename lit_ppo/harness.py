@@ -84,6 +84,8 @@ class PPOHarness(LightningModule):
         self.ppo = from_dict(PPOConfig, ppo)
         self.optim = from_dict(OptimConfig, optim)
         self.lora = None if lora is None else from_dict(LoRAConfig, lora)
+        if not isinstance(seed, int):
+            raise TypeError(f"`seed={seed!r}` must be an int.")
         self.layout, self.seed = layout, seed
         preflight.check_options(self.sampling_config, self.ppo, layout, self.lora)
         # Plain attributes: a registered submodule would be saved, moved and counted as part of what is trained.
@@ -146,6 +148,7 @@ class PPOHarness(LightningModule):
             self.cache["weights are on rank 0"] = once
         if self.rewards is not None and self._trainer is not None:
             self.rewards.load(self.target_device, self.role_load_kwargs, self.role_transforms)
+            self.fingerprints |= checkpoint.reward_fingerprints(self)
 
     def adopt(self, views: Roles) -> None:
         """Take the models: what is trained as submodules, what is frozen as plain attributes."""

@@ -499,3 +499,18 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
         tiny.trainer(tmp_path).fit(
             run, PromptDataModule(tiny.rows(8), batch_size=8), ckpt_path=tmp_path / "nothing.ckpt"
         )
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_weights_that_cannot_be_read_name_their_role(tmp_path: Path, role: str) -> None:
+    shutil.copytree(tiny.folder(), tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"not weights at all")
+    sources = {"actor": tiny.folder(), role: str(tmp_path / "broken")}
+    with pytest.raises(ValueError, match=rf"`{role}='.*broken'`: its weights could not be loaded: "):
+        sampling = SamplingConfig(max_new_tokens=4)
+        tiny.fit(tmp_path, PPOLightningModule(reward=tiny.count_w1, sampling=sampling, **sources))
+
+
+def test_a_seed_is_a_number() -> None:
+    with pytest.raises(TypeError, match="`seed='a'` must be an int"):
+        PPOLightningModule(tiny.folder(), reward=tiny.count_w1, seed="a")  # type: ignore[arg-type]

@@ -435,6 +435,22 @@ def test_frozen_weights_that_changed_since_are_noticed(tmp_path: Path, case: str
     train(tmp_path / "run", module(case, str(tmp_path / "model")), "last")
 
 
+def test_a_reward_model_that_changed_since_is_noticed(tmp_path: Path) -> None:
+    shutil.copytree(tiny.folder("qwen2", labels=1), tmp_path / "reward")
+
+    def run() -> PPOLightningModule:
+        return PPOLightningModule(
+            tiny.folder(), reward=str(tmp_path / "reward"), sampling=SamplingConfig(max_new_tokens=4, temperature=1.0)
+        )
+
+    saver = ModelCheckpoint(dirpath=tmp_path / "run", save_last=True)
+    tiny.fit(tmp_path, run(), enable_checkpointing=True, callbacks=[saver])
+    shutil.copytree(tiny.folder("qwen2", labels=1, seed=1), tmp_path / "reward", dirs_exist_ok=True)
+    trainer = tiny.trainer(tmp_path, max_epochs=2)
+    with pytest.raises(ValueError, match=r"frozen `reward` is not the one.*Restore the original"):
+        trainer.fit(run(), PromptDataModule(tiny.rows(), batch_size=8), ckpt_path=str(tmp_path / "run" / "last.ckpt"))
+
+
 # ------------------------------------------------------------------------------------------------ writing the file
 
 

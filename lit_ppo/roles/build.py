@@ -6,9 +6,11 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from lit_ppo.config import LAYOUTS, LoRAConfig, RoleConfig, choice, from_dict
@@ -23,7 +25,7 @@ from lit_ppo.roles.loading import (
     resolve_dtype,
 )
 from lit_ppo.roles.model import RoleModel, RoleView
-from lit_ppo.roles.sources import model_config
+from lit_ppo.roles.sources import first_line, model_config
 
 Source = str | os.PathLike[str] | RoleConfig | dict[str, Any] | nn.Module | None
 
@@ -304,10 +306,15 @@ def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: tor
     if plan.empty:  # then there are no transforms
         return empty_model(source, dtype, critic=role == "critic")
     extra = plan.load_kwargs.get(role, {})
-    if role == "critic":
-        model = load_critic(source, dtype, plan.seed, **extra)
-    else:
-        model = load_causal_lm(source, dtype, **extra)
+    try:
+        if role == "critic":
+            model = load_critic(source, dtype, plan.seed, **extra)
+        else:
+            model = load_causal_lm(source, dtype, **extra)
+    except (OSError, EOFError, UnpicklingError, SafetensorError) as error:
+        raise ValueError(
+            f"`{role}={source.source!r}`: its weights could not be loaded: {first_line(error)} Are they all there?"
+        ) from error
     if not trained:
         model.requires_grad_(False)  # before the transforms: only what is frozen may be quantized
     return model if role == "actor" else _transform(role, model, plan)
