@@ -506,8 +506,8 @@ def test_weights_that_cannot_be_read_name_their_role(tmp_path: Path, role: str) 
     shutil.copytree(tiny.folder(), tmp_path / "broken")
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"not weights at all")
     sources = {"actor": tiny.folder(), role: str(tmp_path / "broken")}
+    sampling = SamplingConfig(max_new_tokens=4)
     with pytest.raises(ValueError, match=rf"`{role}='.*broken'`: its weights could not be loaded: "):
-        sampling = SamplingConfig(max_new_tokens=4)
         tiny.fit(tmp_path, PPOLightningModule(reward=tiny.count_w1, sampling=sampling, **sources))
 
 
