@@ -12,7 +12,7 @@ from lit_ppo.config import LoRAConfig, SamplingConfig
 from lit_ppo.roles.adapters import POLICY, add_adapters
 from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.rollout.base import Draw, resolve_sampling
-from lit_ppo.rollout.fused import FusedTrunk, _join
+from lit_ppo.rollout.fused import FusedTrunk, _Adapted, _join, side_by_side
 from lit_ppo.rollout.graph import GraphEngine, Unservable
 from lit_ppo.rollout.hf import HFEngine
 from lit_ppo.rollout.select import AutoEngine, build_engine
@@ -20,6 +20,20 @@ from lit_ppo.rollout.trunk import HFTrunk
 
 DRAW = Draw(seed=1, iteration=2)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def small(kind="llama"):
+    """A model of one layer: the interpreter is slow."""
+    config = tiny.CONFIGS[kind].__class__(
+        **{**tiny.CONFIGS[kind].to_dict(), "num_hidden_layers": 1, "layer_types": None}
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3.0)
+    return model.eval()
 
 
 def setup(model, adapter=None, **options):
@@ -37,7 +51,7 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("kind", ["llama", "qwen2-tied", "qwen3"])
 def test_fused_layers_sample_what_generate_samples(kind):
     pytest.importorskip("triton")
-    policy, options = setup(tiny.model(kind, scale=3.0))
+    policy, options = setup(small(kind))
     prompts = tiny.prompts(3).to(DEVICE)
     engine = GraphEngine(policy, use_kernels=True, max_rows=2)
     ours = engine.generate(prompts, options, DRAW)
@@ -55,18 +69,63 @@ def test_fused_layers_sample_what_generate_samples(kind):
     assert changed.ids.shape != ours.ids.shape or not torch.equal(changed.ids, ours.ids)
 
 
-def test_adapters_are_fused_around():
+def test_adapters_are_fused_too():
     pytest.importorskip("triton")
+    model = add_adapters(small(), LoRAConfig(r=4), [POLICY], seed=0)
+
+    def move():
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_()
+
+    move()
+    policy, options = setup(model, POLICY)
+    prompts = tiny.prompts(2).to(DEVICE)
+    engine = GraphEngine(policy, use_kernels=True)
+    assert_same(engine.generate(prompts, options, DRAW), HFEngine(policy).generate(prompts, options, DRAW))
+    trunk = engine._trunk
+    assert isinstance(trunk, FusedTrunk)
+    assert isinstance(trunk.layers[0].qkv, _Adapted)
+    move()
+    assert_same(engine.generate(prompts, options, DRAW), HFEngine(policy).generate(prompts, options, DRAW))
+    assert engine._trunk is trunk
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_merged_adapters_are_not_added_again(merged):
     model = add_adapters(tiny.model(scale=3.0), LoRAConfig(r=4), [POLICY], seed=0)
+    policy, options = setup(model, POLICY)
+    prompts = tiny.prompts(4).to(DEVICE)
+    engine = GraphEngine(policy)
+    first = engine.generate(prompts, options, DRAW)
+    trunk = engine._trunk
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-    policy, options = setup(model, POLICY)
-    prompts = tiny.prompts(3).to(DEVICE)
-    engine = GraphEngine(policy, use_kernels=True)
-    assert_same(engine.generate(prompts, options, DRAW), HFEngine(policy).generate(prompts, options, DRAW))
-    assert isinstance(engine._trunk, FusedTrunk)
+    expected = HFEngine(policy).generate(prompts, options, DRAW)
+    if merged:
+        model.merge_adapter()
+    ours = engine.generate(prompts, options, DRAW)
+    assert_same(ours, expected)
+    assert (engine._trunk is trunk) != merged  # what was captured before the merge does not hold after it
+    assert ours.ids.shape != first.ids.shape or not torch.equal(ours.ids, first.ids)
+
+
+@pytest.mark.parametrize("adapter", [POLICY, None])
+def test_a_projection_with_adapters_is_that_of_peft(adapter):
+    model = add_adapters(tiny.model("qwen2"), LoRAConfig(r=4, use_rslora=True), [POLICY, "value"], seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    attention = model.get_base_model().model.layers[0].self_attn
+    modules = [attention.q_proj, attention.k_proj, attention.v_proj]
+    x = torch.randn(5, 32)
+    with torch.no_grad(), RoleModel(model).using(adapter):
+        expected = torch.cat([m(x) for m in modules], dim=1)
+        torch.testing.assert_close(side_by_side(modules, adapter)(x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_side_by_side_stay_parameters_and_are_no_copy(tmp_path):

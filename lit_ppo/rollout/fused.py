@@ -2,7 +2,8 @@
 
 The weights are the model's own. Those that read the same input (queries, keys and values; gate and up) are laid side by
 side in one storage, of which the parameters become views, so that one matrix product serves them all: there is no
-second copy, and an optimizer that updates the parameters in place updates what decodes.
+second copy, and an optimizer that updates the parameters in place updates what decodes. Of LoRA adapters, which are
+small and often float32, copies in the trunk's dtype are made at the start of each rollout.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ class FusedTrunk(HFTrunk):
     Args:
         base: A transformers causal LM for which `unfusable` is None, on a device that Triton serves.
         width: Longest sequence.
+        adapter: The LoRA adapter to decode with; None is the bare trunk.
     """
 
-    def __init__(self, base: Any, width: int) -> None:
+    def __init__(self, base: Any, width: int, adapter: str | None = None) -> None:
         super().__init__(base)
         from lit_ppo.rollout import layer_kernels
 
         self.kernels: Any = layer_kernels
         self.decoder = decoder_of(base)
-        self.layers = [_Layer(layer) for layer in self.decoder.layers]
+        self.layers = [_Layer(layer, adapter) for layer in self.decoder.layers]
         self.reach(width)
 
     def reach(self, width: int) -> None:
@@ -59,6 +61,13 @@ class FusedTrunk(HFTrunk):
         weight = self.base.get_input_embeddings().weight
         cos, sin = self.decoder.rotary_emb(weight[:1, None], torch.arange(width, device=weight.device)[None])
         self.table: tuple[Tensor, Tensor] = cos[0].contiguous(), sin[0].contiguous()
+
+    def refresh(self) -> None:
+        """Take the adapters as they are now."""
+        for layer in self.layers:
+            for projection in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                if isinstance(projection, _Adapted):
+                    projection.refresh()
 
     def hidden(self, ids: Tensor, places: Tensor, attention: Attention) -> Tensor:
         """Run the decoder over packed tokens; as `HFTrunk.hidden`."""
@@ -82,13 +91,13 @@ class FusedTrunk(HFTrunk):
 class _Layer:
     """What a fused layer needs of a transformers decoder layer."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, adapter: str | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.norm, self.mlp_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
-        self.qkv = side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = side_by_side([mlp.gate_proj, mlp.up_proj])
-        self.out: Projection = attention.o_proj
-        self.down: Projection = mlp.down_proj
+        self.qkv = side_by_side([attention.q_proj, attention.k_proj, attention.v_proj], adapter)
+        self.gate_up = side_by_side([mlp.gate_proj, mlp.up_proj], adapter)
+        self.out = side_by_side([attention.o_proj], adapter)
+        self.down = side_by_side([mlp.down_proj], adapter)
         config = attention.config
         self.heads = config.num_attention_heads, config.num_key_value_heads
         self.head_norms = None
@@ -102,22 +111,69 @@ def _norm(module: Any) -> tuple[Tensor, float]:
     return module.weight, module.variance_epsilon
 
 
-def side_by_side(modules: list[Any]) -> Projection:
+def side_by_side(modules: list[Any], adapter: str | None = None) -> Projection:
     """Return one function for linear layers with the same input, whose outputs are joined.
 
-    Plain layers get their weights laid out in one storage, of which their parameters become views. Others (adapted,
-    quantized) are called one by one.
+    Plain layers get their weights laid out in one storage, of which their parameters become views; so do those under
+    LoRA adapters. Others (quantized, merged) are called one by one.
 
     Args:
         modules: Layers with the same input.
+        adapter: The LoRA adapter to compute with.
     """
+    if adapter is not None and all(_is_lora(m, adapter) for m in modules):
+        return _Adapted(modules, adapter)
     plain = all(type(m) is nn.Linear and type(m.weight.data) is Tensor for m in modules)
     biased = {getattr(m, "bias", None) is not None for m in modules}
     if not plain or len(biased) > 1 or len({m.weight.dtype for m in modules}) > 1:
-        return lambda x: torch.cat([m(x) for m in modules], dim=-1)
+        return lambda x: torch.cat([m(x) for m in modules], dim=-1) if len(modules) > 1 else modules[0](x)
     weight = _join([m.weight for m in modules])
     bias = _join([m.bias for m in modules]) if biased == {True} else None
     return lambda x: nn.functional.linear(x, weight, bias)
+
+
+class _Adapted:
+    """Linear layers with the same input and a LoRA adapter each: one product for all, then one a layer."""
+
+    def __init__(self, modules: list[Any], adapter: str) -> None:
+        self.modules, self.adapter = modules, adapter
+        self.base = side_by_side([m.base_layer for m in modules])
+        self.ranks = [len(m.lora_A[adapter].weight) for m in modules]
+        self.widths = [len(m.lora_B[adapter].weight) for m in modules]
+        self.down: Tensor | None = None
+        self.ups: list[Tensor] = []
+
+    def _weights(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        down = torch.cat([m.lora_A[self.adapter].weight.detach() for m in self.modules]).to(dtype)
+        scaled = [m.lora_B[self.adapter].weight.detach() * m.scaling[self.adapter] for m in self.modules]
+        return down, [up.to(dtype) for up in scaled]
+
+    def refresh(self) -> None:
+        """Copy the adapters in place, so that captured graphs see them."""
+        if self.down is not None:
+            down, ups = self._weights(self.down.dtype)
+            self.down.copy_(down)
+            for mine, up in zip(self.ups, ups, strict=True):
+                mine.copy_(up)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(n, in) -> (n, sum of outs)."""
+        if self.down is None:
+            self.down, self.ups = self._weights(x.dtype)
+        out = self.base(x)
+        low = nn.functional.linear(x, self.down).split(self.ranks, dim=1)
+        for part, small, up in zip(out.split(self.widths, dim=1), low, self.ups, strict=True):
+            part.addmm_(small, up.t())
+        return out
+
+
+def _is_lora(module: Any, adapter: str) -> bool:
+    """Whether a layer is ``base(x) + scale * B A x`` with this adapter, and nothing else."""
+    if adapter not in getattr(module, "lora_A", ()) or module.merged:
+        return False
+    unusual = module.lora_variant.get(adapter) if hasattr(module, "lora_variant") else module.use_dora.get(adapter)
+    dropout, biased = module.lora_dropout[adapter], module.lora_B[adapter].bias is not None
+    return not unusual and not biased and isinstance(dropout, nn.Identity)
 
 
 def _join(parameters: list[nn.Parameter]) -> Tensor:

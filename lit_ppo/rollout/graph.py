@@ -247,6 +247,7 @@ class GraphEngine:
         """Find out how to run the model; again, and with new graphs, if its weights have moved."""
         base, kernels = self.policy.store.base, self._kernels()
         if self._trunk is not None and self._addresses == self._where():
+            self._trunk.refresh()
             return
         self._forget_graphs()
         reason = unservable(base)
@@ -264,7 +265,7 @@ class GraphEngine:
         base = self.policy.store.base
         if kernels is None or torch.is_autocast_enabled(self.policy.device.type) or unfusable(base) is not None:
             return None
-        trunk = FusedTrunk(base, 64)
+        trunk = FusedTrunk(base, 64, self.policy.adapter)
         reason = self._error(trunk)
         if reason is None:
             return trunk
@@ -284,7 +285,10 @@ class GraphEngine:
         return None if error <= limit else f"its logits come out {error:.1%} off those of its own forward"
 
     def _where(self) -> tuple[int, ...]:
-        return tuple(p.data_ptr() for p in self.policy.store.parameters())
+        """Return where the weights are, and which adapters are merged into them: what a captured graph relies on."""
+        store = self.policy.store
+        merged = tuple(len(m.merged_adapters) for m in store.modules() if hasattr(m, "merged_adapters"))
+        return tuple(p.data_ptr() for p in store.parameters()) + merged
 
     def _reserve(self, feeder: Feeder, limit: int) -> tuple[SlotCache, Board]:
         """Take memory for a rollout; what is held already is kept if it is enough, and the graphs with it."""

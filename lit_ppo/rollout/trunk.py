@@ -118,6 +118,9 @@ class HFTrunk:
     def reach(self, width: int) -> None:
         """Get ready for sequences of up to `width` tokens."""
 
+    def refresh(self) -> None:
+        """Take the weights as they are now: nothing to do where they are the model's own."""
+
     def hidden(self, ids: Tensor, places: Tensor, attention: Attention) -> Tensor:
         """Run the decoder over packed tokens.
 
