@@ -18,10 +18,11 @@ torch.set_num_threads(1)
 def main(folder: str, argument: str) -> None:
     """Run every job."""
     where, rank, world = Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     for job in cases.parse(argument):
         name, case, kind = job["name"], job["case"], job["kind"]
         replay = torch.load(job["replay"], weights_only=False) if "replay" in job else None
-        options = {"devices": int(os.environ["LOCAL_WORLD_SIZE"]), "ckpt": job.get("ckpt")}
+        options = {"devices": per_node, "num_nodes": world // per_node, "ckpt": job.get("ckpt")}
         if "save" in job:
             options |= {"enable_checkpointing": True, "callbacks": [cases.saver(job["save"])]}
         result = cases.fit(case, job["models"], kind, world, where, replay, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 
@@ -30,15 +32,14 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def environment(rank: int, world: int, port: int, nodes: int = 1) -> dict[str, str]:
-    """What torchrun sets for a rank."""
-    per_node = world // nodes
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank of one node."""
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(per_node),
-        "GROUP_RANK": str(rank // per_node),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "test",
@@ -48,56 +49,60 @@ def environment(rank: int, world: int, port: int, nodes: int = 1) -> dict[str, s
     }
 
 
-def run(world: int, *arguments: str, limit: float = 240, script: str = "ranks.py", nodes: int = 1) -> list[Ended]:
-    """Run `script` on so many ranks and wait for them.
+def run(world: int, *arguments: str, limit: float = 240, script: str = "ranks.py") -> list[Ended]:
+    """Run `script` on so many ranks of this machine and wait for them.
 
     Args:
         world: Ranks.
-        arguments: Of the script.
+        arguments: Of the script; the first is a folder for logs.
         limit: Seconds for all of it; what still runs then is killed, and the test fails.
         script: A file in this folder.
-        nodes: Nodes to pretend.
     """
-    port, began = free_port(), time.monotonic()
+    port, command = free_port(), [sys.executable, str(HERE / script), *arguments]
+    return launch([(command, environment(rank, world, port)) for rank in range(world)], arguments[0], limit)
+
+
+def torchrun(nodes: int, *arguments: str, limit: float = 240) -> list[Ended]:
+    """Run `ranks.py` under one torchrun a node, of one rank each. Arguments as in `run`."""
+    port = free_port()
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
+    start += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    script = [str(HERE / "ranks.py"), *arguments]
+    commands = [[*start, f"--node-rank={node}", *script] for node in range(nodes)]
+    return launch([(command, {"OMP_NUM_THREADS": "1"}) for command in commands], arguments[0], limit)
+
+
+def launch(commands: list[tuple[list[str], dict[str, str]]], folder: str, limit: float) -> list[Ended]:
+    """Run commands side by side, each in a process group of its own, and kill what is left of them at the end."""
+    began = time.monotonic()
+    logs = [Path(folder) / f"{time.time_ns()}-{i}.log" for i in range(len(commands))]
     processes = []
-    outputs = []
-    for rank in range(world):
-        log = open(Path(arguments[0]) / f"rank-{os.getpid()}-{port}-{rank}.log", "w+")  # noqa: SIM115
-        outputs.append(log)
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(HERE / script), *arguments],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment(rank, world, port, nodes)},
-                start_new_session=True,
+    for (command, extra), log in zip(commands, logs, strict=True):
+        with open(log, "w") as out:
+            processes.append(
+                subprocess.Popen(
+                    command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **extra}, start_new_session=True
+                )
             )
-        )
-    seconds = [0.0] * world
+    seconds = [limit] * len(commands)
     try:
-        while any(p.poll() is None for p in processes):
-            for rank, p in enumerate(processes):
-                if p.poll() is not None and not seconds[rank]:
-                    seconds[rank] = time.monotonic() - began
-            if time.monotonic() - began > limit:
-                break
+        while time.monotonic() - began < limit and any(p.poll() is None for p in processes):
             time.sleep(0.05)
-        late = [rank for rank, p in enumerate(processes) if p.poll() is None]
+            for i, p in enumerate(processes):
+                if p.poll() is not None:
+                    seconds[i] = min(seconds[i], time.monotonic() - began)
+        late = [i for i, p in enumerate(processes) if p.poll() is None]
     finally:
         for p in processes:
-            if p.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(p.pid, signal.SIGKILL)
             p.wait()
-    ended = []
-    for rank, (p, log) in enumerate(zip(processes, outputs, strict=True)):
-        log.seek(0)
-        ended.append(Ended(p.returncode, log.read(), seconds[rank] or time.monotonic() - began))
-        log.close()
-    assert not late, f"ranks {late} still ran after {limit} s:\n{ended[late[0]].output[-3000:]}"
+    ended = [Ended(p.returncode, log.read_text(), s) for p, log, s in zip(processes, logs, seconds, strict=True)]
+    assert not late, f"process {late[0]} still ran after {limit} s:\n{ended[late[0]].output[-3000:]}"
     return ended
 
 
-def succeed(world: int, *arguments: str, **options: object) -> None:
+def succeed(world: int, *arguments: str, **options: Any) -> None:
     """Run, and show the output of a rank that failed."""
     for rank, end in enumerate(run(world, *arguments, **options)):
         assert end.code == 0, f"rank {rank} of {world} ended with {end.code}:\n{end.output[-6000:]}"
