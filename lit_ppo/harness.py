@@ -165,7 +165,7 @@ class PPOHarness(LightningModule):
         After the callbacks that change layers, and before Lightning would wrap what is not wrapped.
         """
         broadcast = self.cache.pop("weights are on rank 0", False)
-        placed: dict[int, nn.Module] = {}
+        placed: dict[int, tuple[nn.Module, torch.device | None]] = {}
         for role in ("actor", "critic", "reference"):
             view = getattr(self.views, role)
             if view is None:
@@ -180,8 +180,9 @@ class PPOHarness(LightningModule):
                 if role == "reference" and not all(p.is_floating_point() for p in store.parameters()):
                     whole = True  # quantized
                 sharding = Replicated(self.trainer.strategy) if whole else self.sharding
-                placed[id(store)] = sharding.place(store, Source(broadcast, self.target_device, home))
-            view.store = placed[id(store)]
+                shaped = sharding.place(store, Source(broadcast, self.target_device, home))
+                placed[id(store)] = shaped, home if sharding.sharded else None
+            view.store, view.computes_on = placed[id(store)]
         self.actor = self.views.actor.store
         if self.views.critic is not None and self.views.critic.store is not self.actor:
             self.critic = self.views.critic.store

@@ -144,16 +144,18 @@ class RoleView:
         store: Holds the weights; shared between roles in the shared-trunk layout.
         output: "logprobs" or "values".
         adapter: Name of the adapter that is on; None for the bare model.
+        computes_on: Where; None: where its weights are (which FSDP may keep on the CPU in between).
     """
 
     store: Any
     output: str
     adapter: str | None = None
+    computes_on: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where the store's weights are."""
-        return next(self.store.parameters()).device
+        """Where the store computes."""
+        return next(self.store.parameters()).device if self.computes_on is None else self.computes_on
 
     def __call__(self, rollout: Rollout, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Return the role's (B, R) output on the rollout's device; see `RoleModel.forward`."""

@@ -119,7 +119,7 @@ class FSDP1(Replicated):
         if limit != float("inf"):
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
             for grad in grads:
-                grad.mul_(scale.to(grad.dtype))
+                grad.mul_(scale.to(grad))
         return norm
 
     def _group(self) -> Any:
