@@ -1,6 +1,6 @@
 """Rollout engines side by side: the same prompts, the same sampling, one process, one GPU.
 
-    python benchmarks/rollout.py --shapes 1.5B --batch 64 256 --engines graph dynamic static --output benchmarks/results
+    python benchmarks/rollout.py --shapes 1.5B --batch 64 256 --engines graph dynamic static
 
 Models have the true shapes and random weights, which is right for speed and says nothing of learning. Every engine
 samples the whole vocabulary; `graph` and `hf` also return log-probs, which transformers' own paths (`dynamic`,
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--report", action="store_true", help="only write the table and the plot")
     parser.add_argument("--date", default=str(datetime.date.today()))
     args = parser.parse_args()

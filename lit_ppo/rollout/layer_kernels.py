@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 
-def _next_power(n: int) -> int:
+def next_power(n: int) -> int:
+    """Return the least power of 2 that is not below `n`."""
     return max(1, 1 << (n - 1).bit_length())
 
 
@@ -49,7 +50,7 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     """
     out = torch.empty_like(x)
     width = x.shape[1]
-    block = _next_power(width)
+    block = next_power(width)
     _add_norm[(len(x),)](
         x, x if residual is None else residual, weight, out, eps, WIDTH=width, BLOCK=block, ADD=residual is not None,
         num_warps=max(1, min(8, block // 512)),
@@ -129,8 +130,8 @@ def rotate(
     n_heads, kv_heads = heads
     tokens, dim = len(qkv), qkv.shape[1] // (n_heads + 2 * kv_heads)
     out = qkv.new_empty(tokens, n_heads + kv_heads, dim)
-    half_block = _next_power(dim // 2)
-    head_block = min(_next_power(n_heads + kv_heads), max(1, 1024 // half_block))
+    half_block = next_power(dim // 2)
+    head_block = min(next_power(n_heads + kv_heads), max(1, 1024 // half_block))
     q_norm, k_norm, eps = norms if norms is not None else (qkv, qkv, 0.0)
     _rotate[(tokens, triton.cdiv(n_heads + kv_heads, head_block))](
         qkv, table[0], table[1], places, q_norm, k_norm, out, eps,
@@ -156,6 +157,6 @@ def swiglu(x: Tensor) -> Tensor:
     """(n, 2 I) contiguous, gate and up -> (n, I). Twin: `silu(gate) * up`."""
     width = x.shape[1] // 2
     out = x.new_empty(len(x), width)
-    block = min(2048, _next_power(width))
+    block = min(2048, next_power(width))
     _swiglu[(len(x), triton.cdiv(width, block))](x, out, width, BLOCK=block, num_warps=4)
     return out
