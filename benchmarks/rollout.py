@@ -5,7 +5,8 @@
 Models have the true shapes and random weights, which is right for speed and says nothing of learning. Every engine
 samples the whole vocabulary; `graph` and `hf` also return log-probs, which transformers' own paths (`dynamic`,
 `static`, `continuous`) are spared. `equal` responses all have `--new` tokens; `varying` ones end at a stop token, with
-the vocabulary's share of stop tokens chosen so that their mean is about a third of `--new`.
+the vocabulary's share of stop tokens chosen so that their mean is about a third of `--new`, with four prompts a row;
+`third` has as many prompts, all with a third of `--new`: what `varying` would cost without its variation.
 
 The floor of a decode step: its matrix products, the larger of their bytes over the copy bandwidth and their operations
 over the matrix rate, and then every stored key and value over the bandwidth. Both rates are measured here first.
@@ -32,6 +33,7 @@ from lit_ppo.rollout.graph import GraphEngine
 from lit_ppo.rollout.hf import HFEngine
 
 ENGINES = ("graph", "hf", "dynamic", "static", "continuous")
+LENGTHS = ("equal", "third", "varying")
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "135M": (
         "LlamaConfig",
@@ -106,9 +108,10 @@ def prompts_of(batch: int, width: int, vocab: int, device: str) -> Prompts:
 
 
 def sampling_of(new: int, vocab: int, lengths: str) -> Sampling:
-    """Return options whose responses all have `new` tokens, or about a third of that in the mean."""
+    """Return options whose responses all have `new` tokens, or a third of that: in the mean or all of them."""
     count = round(vocab * 2.85 / new) if lengths == "varying" else 0  # geometric, cut at `new`: mean new / 3
     stop = torch.linspace(3, vocab - 1, count).long() if count else torch.tensor([], dtype=torch.long)
+    new = new // 3 if lengths == "third" else new
     return Sampling(new, 1.0, 0, 1.0, 0.0, 1, torch.tensor([], dtype=torch.long), stop, 0)
 
 
@@ -240,7 +243,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["1.5B"], choices=list(SHAPES))
     parser.add_argument("--batch", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--engines", nargs="+", default=["graph", "hf", "static"], choices=ENGINES)
-    parser.add_argument("--lengths", nargs="+", default=["equal", "varying"], choices=["equal", "varying"])
+    parser.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
