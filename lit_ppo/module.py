@@ -396,4 +396,5 @@ class PPOLightningModule(PPOHarness):
     def log_evaluation(self, prefix: str) -> None:
         """Log and forget the evaluation's means."""
         metrics, self.eval_means = self.eval_means.compute(self.reduce), Means()
-        self.log_dict({f"{prefix}/{k}": v for k, v in metrics.items()}, batch_size=1, rank_zero_only=False)
+        named = {f"{prefix}/{k}": v for k, v in metrics.items()}
+        self.log_dict(named, batch_size=1, sync_dist=self.trainer.world_size > 1)  # equal, but Lightning asks

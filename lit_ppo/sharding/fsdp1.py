@@ -62,6 +62,11 @@ class FSDP1(Replicated):
                 done.add(unit)
         fill(store, source, skip=done)
         wrapped = wrap(store, **options)
+        for unit in units_of(wrapped):
+            if not unit._handle.flat_param.requires_grad:
+                # Without a gradient, and on one rank, FSDP leaves a unit's weights as plain tensors after a backward,
+                # and would then take these for weights that somebody had put in place of its parameters.
+                unit._handle._skip_writeback_check = True
         self.strategy.kwargs.pop("auto_wrap_policy", None)  # applied: Lightning need not warn that it is not
         return wrapped
 
@@ -79,16 +84,15 @@ class FSDP1(Replicated):
 
         `summon_full_params` would neither keep them nor compute in the precision that is trained in.
         """
-        units = [m for m in store.modules() if isinstance(m, FullyShardedDataParallel)]
-        held = [(unit, unit._handle) for unit in units if unit._handle is not None]
-        _lazy_init(units[0], units[0])
+        _lazy_init(store, store)
+        held = [(unit, unit._handle) for unit in units_of(store)]
         before = [handle._sharding_strategy for _, handle in held]
         for unit, handle in held:
             if handle.uses_sharded_strategy:
                 handle._sharding_strategy = HandleShardingStrategy.SHARD_GRAD_OP  # not resharded after a forward
             _unshard(unit, handle, unit._unshard_stream, unit._pre_unshard_stream)
         if self.device.type == "cuda":
-            torch.cuda.current_stream().wait_stream(units[0]._unshard_stream)
+            torch.cuda.current_stream().wait_stream(held[0][0]._unshard_stream)
         try:
             yield
         finally:
@@ -126,6 +130,11 @@ class FSDP1(Replicated):
         """The ranks that one copy of the weights is cut over: all, or with HYBRID_SHARD those of a node."""
         root = next(m for m in self.strategy.model.modules() if isinstance(m, FullyShardedDataParallel))
         return root.process_group
+
+
+def units_of(store: nn.Module) -> list[Any]:
+    """Return the FSDP modules of a store that have parameters of their own."""
+    return [m for m in store.modules() if isinstance(m, FullyShardedDataParallel) and m._handle is not None]
 
 
 def one_dtype(store: nn.Module) -> None:
