@@ -9,7 +9,12 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -18,6 +23,7 @@ from typing_extensions import override
 
 from lit_ppo.memory.automatic import Batch, UndoableSteps
 from lit_ppo.memory.dry_run import largest_that_fits
+from lit_ppo.memory.fsdp2 import settle_all
 from lit_ppo.memory.logs import LogRecorder
 from lit_ppo.memory.manual import StepUndo
 from lit_ppo.memory.optimizers import allocate_state
@@ -26,6 +32,9 @@ from lit_ppo.memory.report import memory_report
 from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.memory.split import Splitter, combine
 from lit_ppo.memory.undo import is_out_of_memory
+
+_PATIENCE = 60.0
+"""Seconds that a rank waits for the others under FSDP2 after it has run out of memory."""
 
 _EVALUATION = {"validation_step": "validation", "test_step": "test", "predict_step": "predict"}
 
@@ -45,7 +54,9 @@ class OOMGuard(Callback):
     Validation, test and prediction steps are cut likewise.
 
     Recovers on one device and under DDP, where gradients are then averaged after the backward instead of during it,
-    once all ranks agree that it succeeded. Under other strategies it reports and does not recover.
+    once all ranks agree that it succeeded. Under FSDP2 (``ModelParallelStrategy``) a module of manual optimization that
+    cuts its work with ``lit_ppo.memory.retry`` recovers where all ranks run out at the same point; a rank that does so
+    alone stops the run with its report. Under other strategies it reports and does not recover.
 
     Args:
         headroom: Part of the device's available memory that the dry run leaves free, at least 0 and below 1.
@@ -106,6 +117,7 @@ class OOMGuard(Callback):
         self._ranks: Ranks | None = None
         self._step_undo: StepUndo | None = None
         self._manual_steps: int | None = None
+        self._module_retries = False
 
     # Attach and detach
 
@@ -116,6 +128,7 @@ class OOMGuard(Callback):
         if len(others) > 1:
             raise MisconfigurationException(f"The trainer has {len(others)} `OOMGuard` callbacks. Keep one of them.")
         own = getattr(pl_module, "oom_policy", None)
+        self._module_retries = own is not None and not pl_module.automatic_optimization
         if own is not None and own is not self.policy:
             own.on_batch_dependent, own.grow_after = self.policy.on_batch_dependent, self.policy.grow_after
             own.load_state_dict(self.policy.state_dict())
@@ -149,6 +162,7 @@ class OOMGuard(Callback):
         policy.recover = False
         defaults = OOMPolicy()
         policy.agree, policy.no_sync, policy.average = defaults.agree, defaults.no_sync, defaults.average
+        policy.agree_soon, policy.settle = defaults.agree_soon, defaults.settle
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
@@ -187,13 +201,23 @@ class OOMGuard(Callback):
             return
         strategy = trainer.strategy
         data_parallel = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
-        if not data_parallel and not (isinstance(strategy, SingleDeviceStrategy) and trainer.world_size == 1):
+        sharded = isinstance(strategy, ModelParallelStrategy) and self._module_retries
+        if (
+            not data_parallel
+            and not sharded
+            and not (isinstance(strategy, SingleDeviceStrategy) and trainer.world_size == 1)
+        ):
             rank_zero_info(
                 f"OOMGuard: steps cannot be undone under {type(strategy).__name__}; an out-of-memory error ends the "
                 "run with a report."
             )
             return
         self.policy.recover = True
+        if sharded:
+            self._ranks = Ranks(pl_module, None, self.timeout, accumulating=partial(_accumulates, trainer, pl_module))
+            self.policy.agree = self._ranks.agree
+            self.policy.agree_soon = partial(self._ranks.agree, patience=_PATIENCE)
+            self.policy.settle = partial(settle_all, pl_module)
         if data_parallel:
             ddp = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
             self._ranks = Ranks(pl_module, ddp, self.timeout, accumulating=partial(_accumulates, trainer, pl_module))
@@ -216,8 +240,9 @@ class OOMGuard(Callback):
                 )
         runs: Any = getattr(pl_module, "dry_runs", None)
         if self.dry_run and self.policy.recover and callable(runs) and not pl_module.automatic_optimization:
-            for phase, (rows, body) in runs().items():
-                self._try_sizes(pl_module, phase, rows, body)
+            with self.policy.no_sync():  # DDP would wait for parameters that a trial does not use
+                for phase, (rows, body) in runs().items():
+                    self._try_sizes(pl_module, phase, rows, body)
 
     @override
     def on_train_batch_end(
@@ -271,7 +296,13 @@ class OOMGuard(Callback):
         """Find the largest size of `body` that fits on every rank with the headroom, and keep it for the phase."""
         hook = pl_module._current_fx_name
         fits = largest_that_fits(
-            body, rows, module=pl_module, headroom=self.headroom, agree=self.policy.agree, device=pl_module.device
+            body,
+            rows,
+            module=pl_module,
+            headroom=self.headroom,
+            agree=self.policy.agree_soon or self.policy.agree,
+            device=pl_module.device,
+            settle=self.policy.settle,
         )
         pl_module._current_fx_name = hook
         if fits is not None:

@@ -291,7 +291,7 @@ class PPOLightningModule(PPOHarness):
         """Ask the rewards; a reward model that runs out of memory is given fewer texts at once."""
 
         def guard(size: int, body: Callable[[int], Tensor]) -> Tensor:
-            return self.oom_policy.run("reward", size, body, module=self)
+            return self.oom_policy.run("reward", size, body, module=self, apart=True)
 
         return self.rewards.score(rollout, self.tokenizer, guard)
 

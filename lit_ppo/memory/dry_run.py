@@ -20,6 +20,7 @@ def largest_that_fits(
     headroom: float,
     agree: Callable[[int], int],
     device: torch.device,
+    settle: Callable[[], None] = lambda: None,
 ) -> int | None:
     """Return the largest size at which `body(size)` does not run out of memory on any rank; None: all rows fit.
 
@@ -33,6 +34,7 @@ def largest_that_fits(
         headroom: Part of the memory available to this process to leave free; it has an effect on CUDA alone.
         agree: Maximum of an integer over all ranks.
         device: Where memory is short.
+        settle: Called after a try that ran out of memory.
 
     Raises:
         OutOfMemoryReport: One row does not fit.
@@ -44,7 +46,7 @@ def largest_that_fits(
         nonlocal report
         failed = False
         try:
-            with _leaving(headroom, device):
+            with _leaving(headroom, device, agree):
                 body(size)
         except RuntimeError as problem:
             if not is_out_of_memory(problem):
@@ -55,6 +57,10 @@ def largest_that_fits(
                 report = memory_report(module, phase="the dry run", size=1, reason=reason, error=problem)
         for parameter in module.parameters():
             parameter.grad = None
+        if failed:
+            settle()
+            for parameter in module.parameters():
+                parameter.grad = None
         snapshot.restore()
         release_memory()
         return agree(int(failed)) == 0
@@ -75,14 +81,16 @@ def largest_that_fits(
 
 
 @contextmanager
-def _leaving(headroom: float, device: torch.device) -> Iterator[None]:
-    """Limit this process to what it could have now, less the headroom."""
+def _leaving(headroom: float, device: torch.device, agree: Callable[[int], int]) -> Iterator[None]:
+    """Let this process take what every rank could take now, less the headroom: what fails, fails on all alike."""
     if device.type != "cuda":
         yield
         return
     before = torch.cuda.get_per_process_memory_fraction(device)
     free, total = torch.cuda.mem_get_info(device)
     allowed = min(free + torch.cuda.memory_reserved(device), before * total) * (1 - headroom)
+    held = torch.cuda.memory_allocated(device)
+    allowed = held + total - agree(max(0, int(total - (allowed - held))))  # the least room of all
     torch.cuda.set_per_process_memory_fraction(allowed / total, device)
     try:
         yield

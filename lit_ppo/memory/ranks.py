@@ -63,21 +63,27 @@ class Ranks:
                     f"itself, which {name} does not allow. Leave one of the two out."
                 )
 
-    def agree(self, value: int) -> int:
+    def agree(self, value: int, patience: float | None = None) -> int:
         """Return the maximum of `value` over all ranks.
+
+        Args:
+            value: 0 or more.
+            patience: Seconds to wait with a value that is not 0; None: as with any.
 
         Raises:
             RuntimeError: The others did not answer in time.
         """
+        wait = self.timeout if patience is None or value == 0 else min(patience, self.timeout)
         shared = torch.tensor(value, dtype=torch.int64)
         if not dist.is_gloo_available():
             shared = shared.cuda()
         try:
-            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.group)
+            work: Any = dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            work.wait(timedelta(seconds=wait))
         except RuntimeError as error:
             raise RuntimeError(
                 "The ranks could not agree on a step: one has stopped, did not come within "
-                f"`timeout={self.timeout:g}` seconds, or does not run the same steps."
+                f"{wait:g} seconds (`timeout`), or does not run the same steps."
             ) from error
         return int(shared)
 

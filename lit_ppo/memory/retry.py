@@ -94,6 +94,10 @@ def _nothing(parameters: list[nn.Parameter]) -> None:
     return None
 
 
+def _settled() -> None:
+    return None
+
+
 @dataclass
 class OOMPolicy:
     """Decides what follows an out-of-memory error, and remembers the sizes that fit.
@@ -110,6 +114,11 @@ class OOMPolicy:
     """Double a size that was cut after this many units in a row that fitted; None: never."""
     agree: Callable[[int], int] = _alone
     """Maximum of an integer over all ranks, outside the model's own collectives."""
+    agree_soon: Callable[[int], int] | None = None
+    """The same, for units whose forwards or backwards are collective: a rank that failed gives up soon, since the
+    others, if they have not, wait for it inside the model and never come. None: as `agree`."""
+    settle: Callable[[], None] = _settled
+    """Has the strategy forget the forward or backward that an error cut off."""
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered by attempts that build gradients: keeps data-parallel reductions out of them."""
     average: Callable[[list[nn.Parameter]], None] = _nothing
@@ -150,6 +159,7 @@ class OOMPolicy:
         snapshot: Snapshot | None = None,
         divisible: bool = True,
         local: bool = False,
+        apart: bool = False,
     ) -> Iterator[Attempt]:
         """Yield attempts until one succeeds on every rank.
 
@@ -169,6 +179,7 @@ class OOMPolicy:
             snapshot: The state to go back to; None: the state now.
             divisible: False if the body cannot be cut: it is tried once more as it is.
             local: The unit concerns this rank alone, so there is nothing to agree on.
+            apart: No other rank waits for what the body does, even where forwards are collective elsewhere.
 
         Raises:
             OutOfMemoryReport: It does not fit at size 1, may not be cut, or `recover` is off.
@@ -178,7 +189,7 @@ class OOMPolicy:
         if size < 1:
             raise ValueError(f"`size={size!r}` of the unit {phase!r} must be >= 1: there is nothing to work on.")
         built = None if parameters is None else list(parameters)
-        agree = _alone if local else self.agree
+        agree = _alone if local else self.agree if apart or self.agree_soon is None else self.agree_soon
         uses = module if uses is None else uses
         if snapshot is None and self.recover:
             snapshot = Snapshot(uses)
@@ -196,7 +207,13 @@ class OOMPolicy:
                 raise RuntimeError(f"The attempt at {phase!r} was not entered. Put its body into `with attempt:`.")
             if not self.recover:
                 return
-            verdict = agree(self._vote(attempt, uses, divisible))
+            try:
+                verdict = agree(self._vote(attempt, uses, divisible))
+            except RuntimeError as problem:
+                if attempt.error is None:
+                    raise
+                reason = f"It could not be undone, as the other ranks are not at the same point. {problem}"
+                raise OutOfMemoryReport(self._reporter(phase, limit, module, reason)(attempt.error)) from attempt.error
             if verdict == _DONE:
                 if built is not None:
                     self.micro_batch = limit
@@ -212,6 +229,10 @@ class OOMPolicy:
             if snapshot is not None:
                 snapshot.restore()
             for parameter in built or ():
+                parameter.grad = None
+            if not apart:
+                self.settle()
+            for parameter in built or ():  # settling may have finished some
                 parameter.grad = None
             if undo is not None:
                 undo()
@@ -245,7 +266,7 @@ class OOMPolicy:
         """
         results: list[T] = []
         start = 0
-        for attempt in self.retry(phase, min(rows, rows if size is None else size), module=module):
+        for attempt in self.retry(phase, min(rows, rows if size is None else size), module=module, apart=True):
             with attempt:
                 while start < rows:
                     stop = min(start + attempt.size, rows)

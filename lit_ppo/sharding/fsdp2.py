@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lit_ppo.memory.fsdp2 import settle
 from lit_ppo.sharding.materialize import Source, fill
 from lit_ppo.sharding.replicated import Replicated
 from lit_ppo.sharding.units import check_floats, layers
@@ -58,7 +59,8 @@ class FSDP2(Replicated):
     def gathered(self, store: nn.Module) -> Iterator[None]:
         """Gather every unit once, keep them over any number of forwards, then give the memory back."""
         units = [m for m in store.modules() if isinstance(m, FSDPModule)]
-        units[0]._get_fsdp_state()._lazy_init()  # the store is the root, although its layers are the first to run
+        root: Any = store
+        root._get_fsdp_state()._lazy_init()  # the store is the root, although its layers are the first to run
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
@@ -68,6 +70,7 @@ class FSDP2(Replicated):
             for unit in units:
                 unit.set_reshard_after_forward(unit is not store, recurse=False)
                 unit.reshard()
+            settle(root)  # a forward may have been cut off, and done again in smaller pieces
 
     def unsynced(self) -> AbstractContextManager[Any]:
         """Each backward reduces its gradients to shards: a whole gradient would not fit."""

@@ -236,6 +236,28 @@ def fit(
     }
 
 
+class Shortage(Callback):
+    """Runs out of memory once, in the second iteration: in a layer of the actor, at a moment, on some of the ranks."""
+
+    def __init__(self, moment: str, ranks: list[int]) -> None:
+        self.moment, self.ranks, self.times = moment, ranks, 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        layer = pl_module.get_submodule("actor.model.model.layers.1.mlp")
+
+        def short(*_: Any) -> None:
+            phase = self.moment.split()[0]
+            due = pl_module.phase == phase and pl_module.iteration == 1 and not self.times
+            if due and trainer.global_rank in self.ranks:
+                self.times += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        if self.moment.endswith("backward"):
+            layer.register_full_backward_pre_hook(short)
+        else:
+            layer.register_forward_pre_hook(short)
+
+
 def saver(folder: str) -> ModelCheckpoint:
     """Saves after the second iteration, and again over the same name after the fourth."""
     return ModelCheckpoint(folder, "{step}", every_n_train_steps=8, save_top_k=-1, save_last=True)

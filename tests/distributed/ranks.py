@@ -10,6 +10,8 @@ from pathlib import Path
 import cases
 import torch
 
+from lit_ppo.callbacks import OOMGuard
+
 warnings.filterwarnings("ignore", message=".*does not have many workers")
 
 torch.set_num_threads(1)
@@ -25,6 +27,9 @@ def main(folder: str, argument: str) -> None:
         options = {"devices": per_node, "num_nodes": world // per_node, "ckpt": job.get("ckpt")}
         if "save" in job:
             options |= {"enable_checkpointing": True, "callbacks": [cases.saver(job["save"])]}
+        if "short" in job:
+            guard = OOMGuard(timeout=job.get("timeout", 120))
+            options["callbacks"] = [guard, cases.Shortage(job["short"], job["ranks"])]
         result = cases.fit(case, job["models"], kind, world, where, replay, **options)
         torch.save(cases.forgettable(result), where / f"{name}-{rank}.pt")
 

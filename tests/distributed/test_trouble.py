@@ -77,6 +77,53 @@ def test_a_killed_rank_ends_the_others_and_costs_no_checkpoint(tmp_path, kind, m
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_ranks_that_run_out_of_memory_together_go_on_as_if_they_had_not(tmp_path):
+    models = cases.folders()
+    alone = cases.fit("full", models, "auto", 1, tmp_path)
+    torch.save(alone["rollouts"], tmp_path / "full.rollouts")
+    base = {"case": "full", "models": models, "replay": str(tmp_path / "full.rollouts")}
+    jobs = [
+        base | {"name": f"{kind} {moment} {ranks}", "kind": kind, "short": moment, "ranks": ranks}
+        for kind, moment, ranks in [
+            ("fsdp2", "update forward", [0, 1]),
+            ("fsdp2", "update backward", [0, 1]),
+            ("fsdp2", "score forward", [0, 1]),
+            ("fsdp2", "rollout", [1]),  # each rank samples by itself
+            ("ddp", "update backward", [1]),
+        ]
+    ]
+    spawn.succeed(2, str(tmp_path), json.dumps(jobs), limit=240)
+    for job in jobs:
+        for rank in range(2):
+            got = torch.load(tmp_path / f"{job['name']}-{rank}.pt", weights_only=False)
+            assert got["metrics"][-1]["oom/events"] == 1, job["name"]
+            for name, weight in alone["weights"].items():
+                torch.testing.assert_close(
+                    got["weights"][name],
+                    weight,
+                    rtol=0,
+                    atol=1e-5,
+                    msg=lambda m, n=name, j=job: f"{j['name']} {n}: {m}",
+                )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
+def test_a_rank_that_runs_out_of_memory_alone_stops_the_run_with_its_report(tmp_path, kind):
+    models = cases.folders()
+    job = {"name": "x", "case": "full", "kind": kind, "models": models, "short": "update forward", "ranks": [1]}
+    left, short = spawn.run(2, str(tmp_path), json.dumps([job | {"timeout": 20}]), limit=150)
+    assert short.code not in (0, -9)
+    assert "Out of memory" in short.output
+    if kind == "fsdp2":
+        assert "the other ranks are not at the same point" in short.output
+    assert left.code not in (0, -9)
+    assert left.seconds - short.seconds < 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_two_nodes_train_as_one_device(tmp_path):
     """Two launchers that know each other by an address and their node's number, as on two machines."""
     models = cases.folders()
