@@ -111,7 +111,8 @@ class UndoableSteps:
             recorder.piece(share)
             plain = batch.make(OrderedDict(batch.kwargs, batch=piece))
             zero_grad = plain._zero_grad_fn if number == 0 else None
-            result = Closure(partial(_scaled, plain._step_fn, share), plain._backward_fn, zero_grad).closure()
+            backward = plain._backward_fn if share else None  # the loss of a piece that counts nothing may be NaN
+            result = Closure(partial(_scaled, plain._step_fn, share), backward, zero_grad).closure()
             result.closure_loss = None  # its graph is used up
             results.append(result)
         if len(results) == 1:

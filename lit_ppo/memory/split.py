@@ -95,9 +95,17 @@ def combine(outputs: Sequence[Any], rows: Sequence[int], shares: Sequence[float]
 
 
 def weighted_mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
-    """Return the mean of numbers or tensors by shares, which need not add up to 1."""
-    total = sum(shares)
-    return sum((v * (s / total) for v, s in zip(values[1:], shares[1:], strict=True)), values[0] * (shares[0] / total))
+    """Return the mean of numbers or tensors by shares, which need not add up to 1; a share of 0 has no say, NaN or not.
+
+    Raises:
+        ValueError: All shares are 0.
+    """
+    counted = [(v, s) for v, s in zip(values, shares, strict=True) if s]
+    if not counted:
+        raise ValueError(f"A mean over shares {list(shares)} is not defined: at least one must be above 0.")
+    total = sum(s for _, s in counted)
+    first, *rest = (v * (s / total) for v, s in counted)
+    return sum(rest, first)
 
 
 @dataclass
