@@ -230,6 +230,8 @@ def fit(
         "alike": watch.sampled_alike,
         "val": float(trainer.callback_metrics["val/reward"]),
         "global_step": trainer.global_step,
+        "dtypes": sorted({str(p.dtype) for p in run.actor.parameters()}),
+        "buffers": sorted({str(b.dtype) for b in run.actor.buffers()}),
         "local": sum(local(p).numel() for p in run.actor.parameters()),
         "module": run,
         "trainer": trainer,

@@ -25,6 +25,8 @@ def main(folder: str, argument: str) -> None:
         name, case, kind = job["name"], job["case"], job["kind"]
         replay = torch.load(job["replay"], weights_only=False) if "replay" in job else None
         options = {"devices": per_node, "num_nodes": world // per_node, "ckpt": job.get("ckpt")}
+        if "precision" in job:
+            options["precision"] = job["precision"]
         if "save" in job:
             options |= {"enable_checkpointing": True, "callbacks": [cases.saver(job["save"])]}
         if "short" in job:

@@ -114,3 +114,30 @@ def test_one_and_four_ranks_train_as_one_device(alone, spread, kind, case, world
 def test_two_ranks_train_the_other_cases_as_one_device(alone, spread, kind, case):
     for got in spread(2, sorted(set(cases.CASES) - set(FAST)))[kind, case]:
         check(got, alone(case), case, kind, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bfloat16_trains_alike_under_every_strategy(tmp_path):
+    """Rounded, so not equal; but the first ratio is exactly 1, and rotary frequencies stay float32."""
+    models = cases.folders()
+    base = {"case": "shared", "models": models}
+    jobs = []
+    for precision in ("bf16-mixed", "bf16-true"):
+        alone = cases.fit("shared", models, "auto", 1, tmp_path, precision=precision)
+        torch.save(cases.forgettable(alone), tmp_path / f"{precision}.pt")
+        torch.save(alone["rollouts"], tmp_path / f"{precision}.rollouts")
+        replay = str(tmp_path / f"{precision}.rollouts")
+        jobs += [
+            base | {"name": f"{kind} {precision}", "kind": kind, "precision": precision, "replay": replay}
+            for kind in KINDS
+        ]
+    spawn.succeed(2, str(tmp_path), json.dumps(jobs), limit=400)
+    for job in jobs:
+        got, want = load(tmp_path / f"{job['name']}-1.pt"), load(tmp_path / f"{job['precision']}.pt")
+        assert got["dtypes"] == want["dtypes"], job["name"]
+        assert got["buffers"] == ["torch.float32"], job["name"]
+        assert got["metrics"][0]["policy/ratio_first_step"] == 1.0, job["name"]
+        for name, weight in want["weights"].items():
+            assert got["weights"][name].dtype == weight.dtype
+            torch.testing.assert_close(got["weights"][name].float(), weight.float(), rtol=0, atol=1e-2)
