@@ -346,7 +346,7 @@ def report_nonfinite(module: PPOHarness, limit: int) -> None:
         f"{role}.{name}"
         for role, named in module.trained.items()
         for name, parameter in named
-        if not parameter.isfinite().all()
+        if not getattr(parameter, "_local_tensor", parameter).isfinite().all()  # FSDP2's share of this rank
     ]
     raise FloatingPointError(
         f"{count} updates in a row had a gradient that is not finite; the run stops at iteration {iteration}, and its "
