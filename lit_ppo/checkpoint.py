@@ -213,13 +213,21 @@ def reward_fingerprints(module: PPOHarness) -> dict[str, str]:
     return {role: fingerprint(model.named_parameters()) for role, model in models.items()}
 
 
-def keep_trained(module: PPOHarness, full: dict[str, Any]) -> dict[str, Any]:
-    """Drop what is never trained from a state dict of the whole module."""
+def keep_trained(module: PPOHarness, full: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Drop what is never trained from a state dict.
+
+    Args:
+        module: The module.
+        full: Its state dict, perhaps among other modules' (an average of the weights, say), which are left alone.
+        prefix: Of the module's own names.
+    """
     if module.views is None:
         return full
-    kept = {f"{name}.{key}" for name, store in stores(module).items() for key in saved_names(store)}
-    for key in [k for k in full if k not in kept]:
-        del full[key]
+    for name, store in stores(module).items():
+        own = f"{prefix}{name}."
+        kept = {own + key for key in saved_names(store)}
+        for key in [k for k in full if k.startswith(own) and k not in kept]:
+            del full[key]
     return full
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_ppo import checkpoint, preflight, summary
@@ -16,7 +17,7 @@ from lit_ppo.algo.controllers import AdaptiveKL, FixedKL, RunningStd
 from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, RoleConfig, SamplingConfig, from_dict
 from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.metrics import Means
-from lit_ppo.optim import MasterAdamW, schedule
+from lit_ppo.optim import MasterAdamW, apply_options, schedule
 from lit_ppo.ranks import gather, together
 from lit_ppo.rewards import build_rewards
 from lit_ppo.roles.build import Roles, build_roles
@@ -189,17 +190,8 @@ class PPOHarness(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """One AdamW with a group per role, so that `global_step` counts PPO updates; the schedule counts iterations."""
-        lrs = {"actor": self.optim.actor_lr, "critic": self.optim.critic_lr}
-        groups = [
-            {
-                "params": [p for _, p in named],
-                "lr": self.optim.actor_lr if lrs[role] is None else lrs[role],
-                "name": role,
-            }
-            for role, named in self.trained.items()
-        ]
         optimizer = MasterAdamW(
-            groups, betas=self.optim.betas, eps=self.optim.eps, weight_decay=self.optim.weight_decay
+            [{"params": [p for _, p in self.trained[options["name"]]], **options} for options in self.group_options]
         )
         scheduler = schedule(optimizer, self.optim, lambda: preflight.total_iterations(self))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "name": "lr"}}
@@ -269,6 +261,14 @@ class PPOHarness(LightningModule):
         return self.views.trained()
 
     @property
+    def group_options(self) -> list[dict[str, Any]]:
+        """Options of each optimizer group, as configured."""
+        o = self.optim
+        rates = {"actor": o.actor_lr, "critic": o.actor_lr if o.critic_lr is None else o.critic_lr}
+        shared = {"betas": tuple(o.betas), "eps": o.eps, "weight_decay": o.weight_decay}
+        return [{"name": role, "lr": rates[role], **shared} for role in self.trained]
+
+    @property
     def trains_actor(self) -> bool:
         """False during the critic's warm-up."""
         return self.iteration >= self.ppo.critic_warmup_iterations
@@ -324,9 +324,9 @@ class PPOHarness(LightningModule):
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """Return what is trained: with adapters, not the frozen trunk under them."""
-        return checkpoint.keep_trained(self, super().state_dict(*args, **kwargs))
+        return checkpoint.keep_trained(self, super().state_dict(*args, prefix=prefix, **kwargs), prefix)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load what `state_dict` returned; anything missing or foreign is an error that says so."""
@@ -356,3 +356,14 @@ class PPOHarness(LightningModule):
     def on_train_start(self) -> None:
         """Put back the random states of a resumed run, after everything else has drawn."""
         checkpoint.restore_rng(self)
+        warmup = self.ppo.critic_warmup_iterations
+        if warmup and not preflight.endless(self.trainer) and warmup >= (total := preflight.total_iterations(self)):
+            raise ValueError(
+                f"`ppo.critic_warmup_iterations={warmup}` leaves nothing of the run's {total} iterations: the policy "
+                "would never be trained."
+            )
+        changed = apply_options(self.optimizers(), self.lr_schedulers(), self.group_options)
+        if changed:
+            rank_zero_info(
+                f"The optimizer goes on with this run's options, not the checkpoint's: {', '.join(changed)}."
+            )

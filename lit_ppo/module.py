@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -104,21 +105,26 @@ class PPOLightningModule(PPOHarness):
         self.means.add("objective/non_score_reward", rewards[mask].sum(), scores.keep.sum())
         rewards = rewards.scatter_add(1, rollout.lengths[:, None] - 1, total[:, None].to(rewards.dtype))
         self.means.add("objective/rlhf_reward", rewards[mask].sum(), scores.keep.sum())
-        if ppo.whiten_rewards:
-            rewards = whiten(rewards, mask, self.reduce, keep_mean=True)
-
-        advantages, returns = estimate(
-            ppo.advantage,
-            rewards,
-            mask,
-            gamma=ppo.gamma,
-            lam=ppo.lam,
-            values=values,
-            bootstrap=self.value_at_cut(rollout) if ppo.bootstrap_truncated else None,
-            groups=rollout.prompts.index // self.sampling.samples_per_prompt,
-            whiten_advantages=ppo.whiten_advantages,
-            reduce=self.reduce,
-        )
+        advantages, returns = torch.zeros_like(rewards), values
+        if int(self.reduce(mask.sum())):
+            if ppo.whiten_rewards:
+                rewards = whiten(rewards, mask, self.reduce, keep_mean=True)
+            advantages, returns = estimate(
+                ppo.advantage,
+                rewards,
+                mask,
+                gamma=ppo.gamma,
+                lam=ppo.lam,
+                values=values,
+                bootstrap=self.value_at_cut(rollout) if ppo.bootstrap_truncated else None,
+                groups=rollout.prompts.index // self.sampling.samples_per_prompt,
+                whiten_advantages=ppo.whiten_advantages,
+                reduce=self.reduce,
+            )
+        else:
+            rank_zero_warn(
+                f"The rewards skipped every sample of iteration {self.iteration}: nothing is learned from it."
+            )
         summary.record(self, rollout, scores, total, old, values, returns, mask)
         self.samples = summary.sample_rows(rollout, scores, self.tokenizer)
         return Experience(
@@ -151,6 +157,9 @@ class PPOLightningModule(PPOHarness):
         weights = [p for named in self.trained.values() for _, p in named]
         size = self.ppo.micro_batch_size or max(1, len(minibatch))
         optimizer.zero_grad()
+        if not tokens:  # the rewards skipped every sample: a step without gradients, so that steps stay counted
+            optimizer.step()
+            return
         for attempt in self.oom_policy.retry("update", size, module=self, parameters=weights):
             with attempt, self.sharding.unsynced():
                 stats = []

@@ -209,3 +209,30 @@ def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total: int |
         return left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2
 
     return LambdaLR(optimizer, factor)
+
+
+def apply_options(optimizer: Any, scheduler: Any, options: list[dict[str, Any]]) -> list[str]:
+    """Give the groups of a resumed optimizer the options of the running configuration, and say which have changed.
+
+    A checkpoint brings the options that it was written with; the learning rates follow the schedule of this run from
+    the scheduler's iteration on. Where nothing has changed nothing does.
+
+    Args:
+        optimizer: The optimizer, perhaps wrapped.
+        scheduler: Its LambdaLR from `schedule`.
+        options: Of each group: `name`, `lr` and other options.
+
+    Returns:
+        A text for each option that differs from the checkpoint's.
+    """
+    changed = []
+    for i, (group, new) in enumerate(zip(optimizer.param_groups, options, strict=True)):
+        factor = scheduler.lr_lambdas[i](scheduler.last_epoch)
+        before = {**{k: group[k] for k in new}, "lr": group["initial_lr"]}
+        before["betas"] = tuple(before["betas"])
+        changed += [f"{new['name']} {k} {before[k]} -> {new[k]}" for k in new if before[k] != new[k]]
+        group.update(new)
+        group["initial_lr"] = scheduler.base_lrs[i] = new["lr"]
+        group["lr"] = new["lr"] * factor
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+    return changed

@@ -48,6 +48,12 @@ def check_checkpoints(trainer: Any, ppo: PPOConfig) -> None:
         if not isinstance(callback, ModelCheckpoint):
             continue
         every = callback._every_n_train_steps
+        if callback.monitor is not None and callback.save_last and callback.save_top_k != -1:
+            raise ValueError(
+                f"`ModelCheckpoint(monitor={callback.monitor!r}, save_last={callback.save_last!r})`: with a `monitor` "
+                "Lightning writes `last` only when the metric is among the best, so what you resume from would be old. "
+                "Use two: one with `monitor`, and `ModelCheckpoint(save_last=True)` without."
+            )
         if callback._train_time_interval is not None:
             raise ValueError(
                 "`ModelCheckpoint(train_time_interval=...)` never fires under manual optimization. Use "

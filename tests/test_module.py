@@ -294,14 +294,23 @@ def test_the_samples_of_a_prompt_differ(tmp_path):
 
 
 def test_critic_warm_up_leaves_the_actor_alone(tmp_path):
-    module = make(ppo={"critic_warmup_iterations": 2})
-    before = tiny.model().state_dict()
-    tiny.fit(tmp_path, module)
-    assert_same(before, dict(module.actor.model.state_dict()))
-    assert module.critic.model.score.weight.abs().sum() > 0
-    more = make(ppo={"critic_warmup_iterations": 1})
-    tiny.fit(tmp_path, more)
-    assert any(not torch.equal(before[n], w) for n, w in more.actor.model.state_dict().items())
+    module, seen = make(ppo={"critic_warmup_iterations": 2}), []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            seen.append((weights(pl_module), pl_module.critic.model.score.weight.abs().sum()))
+
+    tiny.fit(tmp_path, module, max_epochs=2, callbacks=[Watch()])
+    before = {f"actor.model.{name}": weight for name, weight in tiny.model().state_dict().items()}
+    for state, head in seen[:2]:
+        assert_same(before, {name: w for name, w in state.items() if name.startswith("actor.")})
+        assert head > 0
+    assert any(not torch.equal(before[name], seen[2][0][name]) for name in before)
+
+
+def test_a_warm_up_as_long_as_the_run_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"`ppo.critic_warmup_iterations=2` leaves nothing of the run's 2 iterations"):
+        tiny.fit(tmp_path, make(ppo={"critic_warmup_iterations": 2}))
 
 
 def test_target_kl_ends_the_epochs_early(tmp_path):
@@ -382,6 +391,33 @@ def test_a_skipped_sample_has_no_part_in_anything(tmp_path):
     assert not experience.loss_mask[~experience.keep].any()
     assert float(trainer.callback_metrics["rollout/skipped_rate"]) == pytest.approx(1 - experience.keep.float().mean())
     assert all(v.isfinite().all() for v in module.state_dict().values())
+
+
+def all_nan_at_first(responses, **_):
+    all_nan_at_first.calls += 1
+    return [math.nan if all_nan_at_first.calls == 1 else float(len(r)) for r in responses]
+
+
+@pytest.mark.parametrize("advantage", ["gae", "reinforce_pp"])
+def test_an_iteration_of_which_every_sample_is_skipped_changes_nothing(tmp_path, advantage):
+    from lit_ppo import RewardConfig
+
+    all_nan_at_first.calls = 0
+    reward = RewardConfig(source="test_module.all_nan_at_first", on_error="skip")
+    module = make(reward=reward, ppo={"advantage": advantage, "minibatches": 2, "whiten_rewards": True})
+    seen = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            seen.append((float(trainer.callback_metrics["rollout/skipped_rate"]), weights(pl_module)))
+
+    with pytest.warns(UserWarning, match="skipped every sample of iteration 0|left out of the update"):
+        trainer = tiny.fit(tmp_path, module, callbacks=[Watch()])
+    assert [rate for rate, _ in seen] == [1.0, 0.0]
+    assert_same(dict(tiny.model().state_dict()), {n[12:]: w for n, w in seen[0][1].items() if n.startswith("actor.")})
+    assert trainer.global_step == 4
+    with pytest.raises(AssertionError):
+        assert_same(seen[0][1], seen[1][1])
 
 
 def test_a_gradient_that_is_not_finite_is_dropped_and_three_in_a_row_stop_the_run(tmp_path):

@@ -19,7 +19,7 @@ import pytest
 import resumable
 import tiny
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from resumable import CASES, ITERATIONS, UPDATES, Recorder, module, train
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -449,6 +449,59 @@ def test_a_reward_model_that_changed_since_is_noticed(tmp_path: Path) -> None:
     trainer = tiny.trainer(tmp_path, max_epochs=2)
     with pytest.raises(ValueError, match=r"frozen `reward` is not the one.*Restore the original"):
         trainer.fit(run(), PromptDataModule(tiny.rows(), batch_size=8), ckpt_path=str(tmp_path / "run" / "last.ckpt"))
+
+
+def test_a_resumed_run_takes_the_options_of_its_configuration(tmp_path: Path) -> None:
+    def run(**options: Any) -> PPOLightningModule:
+        return PPOLightningModule(
+            tiny.folder(),
+            reward=tiny.count_w1,
+            sampling=SamplingConfig(max_new_tokens=4, temperature=1.0),
+            ppo=PPOConfig(epochs=1),
+            optim=OptimConfig(**options),
+        )
+
+    saver = ModelCheckpoint(dirpath=tmp_path / "run", save_last=True)
+    tiny.fit(tmp_path, run(actor_lr=1e-3), enable_checkpointing=True, callbacks=[saver], max_epochs=1)
+    resumed, rates = run(actor_lr=8e-4, critic_lr=4e-4, eps=1e-3, weight_decay=0.5, betas=(0.8, 0.9)), []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            rates.append(float(trainer.callback_metrics["lr"]))
+
+    trainer = tiny.trainer(tmp_path, max_epochs=2, callbacks=[Watch()])
+    trainer.fit(resumed, PromptDataModule(tiny.rows(), batch_size=8), ckpt_path=str(tmp_path / "run" / "last.ckpt"))
+    assert rates == pytest.approx([4e-4, 2e-4])  # iterations 2 and 3 of the 4 that the run now has
+    actor, critic = trainer.optimizers[0].param_groups
+    assert (actor["eps"], actor["weight_decay"], actor["betas"]) == (1e-3, 0.5, (0.8, 0.9))
+    assert (actor["initial_lr"], critic["initial_lr"]) == (8e-4, 4e-4)
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_averaged_weights_are_in_the_checkpoint(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path / "run", save_last=True)
+    averaging = EMAWeightAveraging(decay=0.5)
+    run = PPOLightningModule(
+        tiny.folder(),
+        reward=tiny.count_w1,
+        sampling=SamplingConfig(max_new_tokens=4, temperature=1.0),
+        optim=OptimConfig(actor_lr=1e-2, schedule="constant"),
+    )
+    tiny.fit(tmp_path, run, enable_checkpointing=True, callbacks=[averaging, saver])
+    saved = load(tmp_path / "run" / "last.ckpt")["state_dict"]
+    assert set(saved) == set(run.state_dict())
+    loaded = PPOLightningModule.load_from_checkpoint(tmp_path / "run" / "last.ckpt")
+    assert all(torch.equal(saved[name], weight) for name, weight in loaded.state_dict().items())
+    together = torch.nn.ModuleDict({"other": torch.nn.Linear(1, 1), "ppo": run})
+    names = set(together.state_dict())
+    assert {"other.weight", "other.bias"} < names
+    assert {f"ppo.{name}" for name in saved} < names
+
+
+def test_a_last_checkpoint_that_would_be_old_is_refused(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path, monitor="val/reward", mode="max", save_last=True)
+    with pytest.raises(ValueError, match=r"only when the metric is among the best.*Use two"):
+        tiny.fit(tmp_path, module(), enable_checkpointing=True, callbacks=[saver])
 
 
 # ------------------------------------------------------------------------------------------------ writing the file

@@ -10,7 +10,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from lit_ppo.config import LAYOUTS, LoRAConfig, RoleConfig, choice, from_dict
@@ -306,6 +305,8 @@ def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: tor
     if plan.empty:  # then there are no transforms
         return empty_model(source, dtype, critic=role == "critic")
     extra = plan.load_kwargs.get(role, {})
+    from safetensors import SafetensorError
+
     try:
         if role == "critic":
             model = load_critic(source, dtype, plan.seed, **extra)
