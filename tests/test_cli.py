@@ -19,6 +19,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from transformers import AutoTokenizer
 
 import lit_ppo
 from lit_ppo import OptimConfig, PPOConfig, PPOLightningModule, SamplingConfig
@@ -217,6 +218,21 @@ def test_generate_options(capsys, monkeypatch):
     assert "`sampling.temperature=-1.0` must be >= 0" in capsys.readouterr().err
 
 
+def test_the_chat_template_of_the_data_is_kept(capsys):
+    template = "{% for m in messages %}w7 {{ m['content'] }}{% endfor %}"
+    chat = [{"prompt": [{"role": "user", "content": "w1"}]}] * 4
+    text = Path("run.yaml").read_text().replace("prompts.jsonl", "chat.jsonl")
+    text = text.replace("    - {source: lit_ppo.rewards.rules.exact_match, weight: 0.5}\n", "")
+    Path("chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
+    Path("run.yaml").write_text(text.replace("  batch_size: 4", f'  batch_size: 4\n  chat_template: "{template}"'))
+    assert main(["fit", "--config", "run.yaml"]) == 0
+    capsys.readouterr()
+    assert main(["generate", "--ckpt", "outputs", "--prompt", "w1", "--prompt", "w2", "--chat"]) == 0
+    assert capsys.readouterr().out.startswith("> w7 w1\n")
+    assert main(["export", "--ckpt", "outputs", "--to", "model"]) == 0
+    assert AutoTokenizer.from_pretrained("model").chat_template == template
+
+
 # ----------------------------------------------------------------------------------------------------------- mistakes
 
 BAD_KEYS = {
@@ -337,6 +353,35 @@ def test_a_checkpoint_of_another_model(capsys):
     assert "This checkpoint's `actor` is a llama" in capsys.readouterr().err
 
 
+def test_a_file_that_is_no_checkpoint_is_said_to_be_none(capsys):
+    Path("junk.ckpt").write_text("junk")
+    torch.save({"state_dict": {}}, "other.ckpt")
+    torch.save(torch.zeros(3), "tensor.ckpt")
+    for name in ("junk", "other", "tensor"):
+        what = "cannot be read as a checkpoint: " if name == "junk" else "was not written by PPOLightningModule"
+        for option, command in (
+            ("ckpt_path", ["fit", "--config", "run.yaml", "--ckpt_path"]),
+            ("ckpt_path", ["predict", "--config", "run.yaml", "--ckpt_path"]),
+            ("ckpt", ["generate", "--prompt", "w1", "--ckpt"]),
+            ("ckpt", ["export", "--to", "model", "--ckpt"]),
+        ):
+            assert main([*command, f"{name}.ckpt"]) == 1
+            assert f"error: `{option}='{name}.ckpt'` {what}" in capsys.readouterr().err
+    assert not Path("outputs").exists()
+
+
+def test_a_folder_that_cannot_be_written_names_its_option(capsys):
+    Path("file").write_text("")
+    assert main(["fit", "--config", "run.yaml", "--trainer.default_root_dir", "file/runs"]) == 1
+    assert "error: `trainer.default_root_dir`, 'file/runs', cannot be written: Not a dir" in capsys.readouterr().err
+    assert main(["predict", "--config", "run.yaml", "--output", "file/p.jsonl"]) == 1
+    message = "cannot be written (File exists in 'file'). Choose another folder."
+    assert f"error: `output='file/p.jsonl'` {message}" in capsys.readouterr().err
+    assert main(["fit", "--config", "run.yaml"]) == 0
+    assert main(["export", "--ckpt", "outputs", "--to", "file/model"]) == 1
+    assert f"error: `to='file/model'` {message}" in capsys.readouterr().err
+
+
 def test_an_error_while_training_keeps_its_traceback_and_says_how_to_go_on():
     Path("fails_later.py").write_text(
         "calls = []\n"
@@ -373,9 +418,10 @@ def test_ctrl_c_keeps_checkpoint_and_metrics_and_says_how_to_go_on():
             time.sleep(0.05)
         time.sleep(0.5)
         run.send_signal(signal.SIGINT)
-        error = run.communicate(timeout=60)[1]
+        error = run.communicate(timeout=180)[1]
     finally:
         run.kill()
+        run.wait()
     assert run.returncode == 130
     assert "Traceback" not in error
     assert "the metrics are in outputs/version_0" in error

@@ -21,10 +21,19 @@ def read_folder(path: Any) -> dict[str, Any]:
 
     Args:
         path: The folder; all of it must fit into memory.
+
+    Raises:
+        ValueError: It cannot be read.
     """
     from lightning.fabric.utilities.load import _load_distributed_checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    ckpt: dict[str, Any] = _load_distributed_checkpoint(Path(path))
+    try:
+        ckpt: dict[str, Any] = _load_distributed_checkpoint(Path(path))
+    except CheckpointException as error:  # not an Exception
+        raise ValueError(
+            f"The sharded checkpoint {str(path)!r} cannot be read: part of it is missing or broken."
+        ) from error
     ckpt["state_dict"] = ckpt.pop("state_dict" if "state_dict" in ckpt else "model")
     names = sorted((k for k in ckpt if k.startswith("optimizer_") and k != "optimizer_states"), key=len)
     if names:

@@ -54,7 +54,7 @@ def train(tmp_path, failures, *callbacks):
     ("failures", "phase", "size"),
     [
         ({"rollout": {2}}, "rollout", 4),
-        ({"score": {1}}, "score", 4),
+        ({"score": {1}}, "score", 2),  # of the 4 rows of a minibatch
         ({"update": {1}}, "update", 2),
         ({"update": {1, 3}}, "update", 1),
         ({"update": {2}, "backward": ()}, "update", 2),
