@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import Any, Literal
 
 import torch
@@ -112,12 +112,13 @@ class OOMGuard(Callback):
         self._splitter = Splitter(split_batch, weight)
         self.timeout = timeout
         self.policy = OOMPolicy(on_batch_dependent=on_batch_dependent, grow_after=grow_after)
-        self._wrapped: list[tuple[Any, str]] = []
+        self._wrapped: list[_Wrapped] = []
         self._steps: UndoableSteps | None = None
         self._ranks: Ranks | None = None
         self._step_undo: StepUndo | None = None
         self._manual_steps: int | None = None
         self._module_retries = False
+        self._gave_policy = False
 
     # Attach and detach
 
@@ -133,6 +134,7 @@ class OOMGuard(Callback):
             own.on_batch_dependent, own.grow_after = self.policy.on_batch_dependent, self.policy.grow_after
             own.load_state_dict(self.policy.state_dict())
             self.policy = own
+        self._gave_policy = self._gave_policy or own is None
         pl_module.oom_policy = self.policy  # type: ignore[assignment]
         if stage == "fit" and pl_module.automatic_optimization:
             self._wrap_automatic(trainer, pl_module)
@@ -148,15 +150,16 @@ class OOMGuard(Callback):
                 self._wrap(pl_module, name, self._evaluation_step(pl_module, step, phase))
 
     def _wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        setattr(owner, name, wraps(getattr(owner, name))(partial(function)))
-        self._wrapped.append((owner, name))
+        self._wrapped.append(_Wrapped(owner, name, function))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unwrap everything."""
         while self._wrapped:
-            owner, name = self._wrapped.pop()
-            vars(owner).pop(name, None)
+            self._wrapped.pop().undo()
+        if self._gave_policy:
+            vars(pl_module).pop("oom_policy", None)
+            self._gave_policy = False
         self._steps = self._step_undo = None
         policy = self.policy
         policy.recover = False
@@ -370,6 +373,33 @@ class OOMGuard(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back the learned sizes and counts."""
         self.policy.load_state_dict(state_dict)
+
+
+class _Wrapped:
+    """Takes the place of a method on its owner until `undo`; in a copy of the owner it is the copy's own method."""
+
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._owner, self._name, self._function = owner, name, function
+        self._before = vars(owner).get(name)  # a compiled module has methods of its instance
+        update_wrapper(self, getattr(owner, name))
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, (self._owner, self._name)) if self._before is None else (_same, (self._before,))
+
+    def undo(self) -> None:
+        """Put back what was there, unless it was replaced since."""
+        if vars(self._owner).get(self._name) is self:
+            delattr(self._owner, self._name)
+            if self._before is not None:
+                setattr(self._owner, self._name, self._before)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _accumulates(trainer: Trainer, pl_module: LightningModule) -> bool:

@@ -5,11 +5,10 @@ import gc
 
 import pytest
 import torch
-import torchmetrics
 from lightning.pytorch import Callback, LightningModule
-from oom_models import GAN, OutOfMemoryAt, difference, fit, images, plain, points, trainer
+from oom_models import difference, fit, trainer
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lit_ppo.callbacks import OOMGuard
 
@@ -91,3 +90,59 @@ def test_a_piece_that_counts_nothing_changes_nothing(limit):
     assert guard.policy.sizes == {"train": limit}
     assert difference(expected, got) < 1e-9
     assert other.callback_metrics["loss"] == pytest.approx(float(one.callback_metrics["loss"]))
+
+
+class Validated(Linear):
+    """Its validation is too large."""
+
+    limit = 4
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+
+def test_every_run_of_a_module_is_guarded():
+    module, guard, whole = Validated(), OOMGuard(dry_run=False), {"limit_val_batches": 1.0}
+    t = trainer(guard, **whole)
+    for _ in range(2):
+        t.validate(module, labelled(), verbose=False)
+    t.fit(module, labelled(), labelled())
+    t.validate(module, labelled(), verbose=False)
+    trainer(OOMGuard(), **whole).fit(module, labelled(), labelled())
+    assert "oom_policy" not in vars(module)
+
+
+class Copies(Callback):
+    """Copies the module while it trains."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.copy = copy.deepcopy(pl_module)
+        with torch.no_grad():
+            self.copy.layer.weight.zero_()
+            self.copy.layer.bias.zero_()
+
+
+def test_a_copy_of_a_guarded_module_is_its_own():
+    copies = Copies()
+    module, _ = fit(Predicting, labelled(), OOMGuard(), copies, gradient_clip_val=1.0)
+    x = next(iter(labelled()))
+    assert copies.copy.predict_step(x, 0).abs().max() == 0
+    assert module.predict_step(x, 0).abs().max() > 0
+    assert copies.copy.configure_gradient_clipping.__self__ is copies.copy
+
+
+class Predicting(Linear):
+    def predict_step(self, batch, batch_idx):
+        return self.layer(batch[0])
+
+
+def test_methods_of_an_instance_are_kept():
+    module = Predicting()
+    module.predict_step = own = lambda batch, batch_idx: Predicting.predict_step(module, batch, batch_idx) * 2
+    t = trainer(OOMGuard())
+    got = t.predict(module, labelled(8))
+    assert vars(module)["predict_step"] is own
+    torch.testing.assert_close(got[0], 2 * module.layer(next(iter(labelled(8)))[0]))
