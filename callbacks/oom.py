@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lit_ppo.memory.automatic import Batch, UndoableSteps
 from lit_ppo.memory.dry_run import largest_that_fits
+from lit_ppo.memory.evaluation import cut_step
 from lit_ppo.memory.fsdp2 import settle_all
 from lit_ppo.memory.logs import LogRecorder
 from lit_ppo.memory.manual import StepUndo
@@ -30,11 +31,13 @@ from lit_ppo.memory.optimizers import allocate_state
 from lit_ppo.memory.ranks import Ranks
 from lit_ppo.memory.report import memory_report
 from lit_ppo.memory.retry import OOMPolicy
-from lit_ppo.memory.split import Splitter, combine
+from lit_ppo.memory.split import Splitter
 from lit_ppo.memory.undo import is_out_of_memory
 
 _PATIENCE = 60.0
 """Seconds that a rank waits for the others under FSDP2 after it has run out of memory."""
+
+_UNCUT = "This work cannot be cut from outside. Write it with `lit_ppo.memory.retry.retry` to have it cut."
 
 _EVALUATION = {"validation_step": "validation", "test_step": "test", "predict_step": "predict"}
 
@@ -147,7 +150,7 @@ class OOMGuard(Callback):
             if is_overridden(name, pl_module) and not is_param_in_hook_signature(
                 step, "dataloader_iter", explicit=True
             ):
-                self._wrap(pl_module, name, self._evaluation_step(pl_module, step, phase))
+                self._wrap(pl_module, name, cut_step(self.policy, self._splitter, pl_module, step, phase))
 
     def _wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         self._wrapped.append(_Wrapped(owner, name, function))
@@ -252,6 +255,8 @@ class OOMGuard(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the number of events and the micro-batch size."""
+        if self._steps is not None and not trainer.fit_loop._should_accumulate():
+            self._steps.forget()
         values = {"oom/events": float(sum(self.policy.events.values()))}
         if self.policy.micro_batch is not None:
             values["oom/micro_batch"] = float(self.policy.micro_batch)
@@ -331,33 +336,12 @@ class OOMGuard(Callback):
             try:
                 with recorder:
                     output = self.policy.run(
-                        "train", 1, body, module=pl_module, undo=undo.restore, divisible=False, local=True
+                        "train", 1, body, module=pl_module, undo=undo.restore, uncut=_UNCUT, local=True
                     )
             finally:
                 self._step_undo = None
             recorder.replay()
             self._manual_steps = max(self._manual_steps or 0, undo.steps)
-            return output
-
-        return guarded
-
-    def _evaluation_step(self, pl_module: LightningModule, step: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        def guarded(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            recorder = LogRecorder(pl_module, by_share=self._splitter.weight is not None)
-
-            def body(size: int) -> Any:
-                recorder.clear()
-                pieces, rows, shares = self._splitter.pieces(batch, size)
-                outputs = []
-                for piece, share in zip(pieces, shares, strict=True):
-                    recorder.piece(share)
-                    outputs.append(step(piece, *args, **kwargs))
-                return combine(outputs, rows, shares)
-
-            rows = self._splitter.rows(batch)
-            with recorder:
-                output = self.policy.run(phase, rows, body, module=pl_module, local=True)
-            recorder.replay()
             return output
 
         return guarded

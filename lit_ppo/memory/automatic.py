@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from lit_ppo.memory.ranks import Ranks
 from lit_ppo.memory.report import memory_report
 from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.memory.split import Splitter, combine
-from lit_ppo.memory.undo import OutOfMemoryReport, Snapshot, is_out_of_memory
+from lit_ppo.memory.undo import OutOfMemoryReport, RandomStates, Snapshot, is_out_of_memory
 
 
 @dataclass
@@ -29,6 +29,8 @@ class Batch:
     """The arguments of `training_step`, by name."""
     make: Callable[[OrderedDict[str, Any]], Closure]
     """Lightning's closure for such arguments."""
+    random: RandomStates = field(default_factory=RandomStates)
+    """The random states when it began; what is drawn between the batches of an accumulation is not drawn again."""
 
 
 class UndoableSteps:
@@ -65,6 +67,11 @@ class UndoableSteps:
         self._window.append(batch)
         return _Closure(partial(self._optimize, batch))
 
+    def forget(self) -> None:
+        """Let go of the batches of a step that is complete."""
+        self._window.clear()
+        self._start = None
+
     def _optimize(self, batch: Batch) -> ClosureResult:
         """Forward and backward of one batch, in as many pieces as it takes."""
         module = self._module
@@ -83,7 +90,9 @@ class UndoableSteps:
             self.before_first = None
         if batch is self._window[0]:
             self._start = Snapshot(module)
+        batch.random = RandomStates(module)
         recorder = LogRecorder(module, by_share=self.splitter.weight is not None)
+        window = list(self._window)
         hook = module._current_fx_name
         tries = 0
 
@@ -91,8 +100,10 @@ class UndoableSteps:
             nonlocal tries
             tries += 1
             module._current_fx_name = hook  # an error leaves that of the hook it came from
-            for earlier in self._window[:-1] if tries > 1 else ():
+            for earlier in window[:-1] if tries > 1 else ():
+                earlier.random.restore()
                 self._run(earlier, size, recorder)
+            batch.random.restore()
             recorder.clear()
             return self._run(batch, size, recorder)
 
@@ -135,7 +146,13 @@ class UndoableSteps:
                 raise OutOfMemoryReport(memory_report(self._module, phase="clip", reason=reason))
 
         self.policy.run(
-            "clip", 1, lambda _: clip(*args, **kwargs), module=self._module, undo=check, divisible=False, local=True
+            "clip",
+            1,
+            lambda _: clip(*args, **kwargs),
+            module=self._module,
+            undo=check,
+            uncut="Clipping cannot be cut.",
+            local=True,
         )
 
     def rehearse(self, batch: Batch, whole: Any, size: int) -> None:

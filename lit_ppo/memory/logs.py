@@ -29,6 +29,7 @@ class LogRecorder:
         self._by_share = by_share
         self._signature = inspect.signature(type(module).log)
         self._calls: dict[tuple[str | None, str, int], list[tuple[float, dict[str, Any], Any]]] = {}
+        self._new: list[tuple[str | None, str, int]] = []
         self._share = 1.0
         self._seen: Counter[tuple[str | None, str]] = Counter()
 
@@ -46,8 +47,16 @@ class LogRecorder:
             self._module.log = self._own  # type: ignore[method-assign]
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._calls.clear()
+        """Forget everything since `keep`."""
+        for key in reversed(self._new):
+            self._calls[key].pop()
+            if not self._calls[key]:
+                del self._calls[key]
+        self._new.clear()
+
+    def keep(self) -> None:
+        """Keep what was logged so far, whatever is forgotten later."""
+        self._new.clear()
 
     def piece(self, share: float) -> None:
         """Begin a piece of the batch that has this share in the whole."""
@@ -74,6 +83,7 @@ class LogRecorder:
         fx = self._module._current_fx_name
         key = (fx, name, self._seen[fx, name])
         self._seen[fx, name] += 1
+        self._new.append(key)
         self._calls.setdefault(key, []).append((self._share, arguments, getattr(value, "_forward_cache", None)))
 
 

@@ -56,7 +56,6 @@ class Attempt:
         self.error: BaseException | None = None
         self.entered = False
         self.snapshot: Snapshot | None = None
-        self.module: nn.Module | None = None
         self.around: AbstractContextManager[Any] = nullcontext()
         self._give_report = give_report
 
@@ -66,7 +65,7 @@ class Attempt:
         For results that the body collects itself, such as chunks of a rollout. The body must then go on from there.
         """
         if self.snapshot is not None:
-            self.snapshot = Snapshot(self.module)
+            self.snapshot = self.snapshot.renewed()
 
     def __enter__(self) -> Attempt:
         self.entered = True
@@ -157,7 +156,7 @@ class OOMPolicy:
         parameters: Iterable[nn.Parameter] | None = None,
         undo: Callable[[], object] | None = None,
         snapshot: Snapshot | None = None,
-        divisible: bool = True,
+        uncut: str = "",
         local: bool = False,
         apart: bool = False,
     ) -> Iterator[Attempt]:
@@ -177,7 +176,7 @@ class OOMPolicy:
                 the ranks after success where the policy keeps reductions out of the attempts.
             undo: Puts back whatever else the body changed.
             snapshot: The state to go back to; None: the state now.
-            divisible: False if the body cannot be cut: it is tried once more as it is.
+            uncut: Why the body cannot be cut: it is tried once more as it is. Empty: it can.
             local: The unit concerns this rank alone, so there is nothing to agree on.
             apart: No other rank waits for what the body does, even where forwards are collective elsewhere.
 
@@ -199,7 +198,7 @@ class OOMPolicy:
                 self._check_cut(phase, size, limit, uses)
             give_report = None if self.recover else self._reporter(phase, limit, module, "")
             attempt = Attempt(phase, limit, number, give_report)
-            attempt.snapshot, attempt.module = snapshot, uses
+            attempt.snapshot = snapshot
             if built is not None and self.recover:
                 attempt.around = self.no_sync()
             yield attempt
@@ -208,7 +207,7 @@ class OOMPolicy:
             if not self.recover:
                 return
             try:
-                verdict = agree(self._vote(attempt, uses, divisible))
+                verdict = agree(self._vote(attempt, uses, uncut))
             except RuntimeError as problem:
                 if attempt.error is None:
                     raise
@@ -221,7 +220,7 @@ class OOMPolicy:
                 self._note_success(phase, limit, size)
                 return
             if verdict == _STOP:
-                reason = self._why_stop(attempt, uses, divisible)
+                reason = self._why_stop(attempt, uses, uncut)
                 raise OutOfMemoryReport(self._reporter(phase, limit, module, reason)(attempt.error)) from attempt.error
             self._note_failure(phase, limit, verdict)
             attempt.error = None  # its traceback holds the tensors of the failed forward
@@ -283,10 +282,10 @@ class OOMPolicy:
         """Take back what `state_dict` returned."""
         self.sizes, self.events, self.quiet = dict(state["sizes"]), dict(state["events"]), dict(state["quiet"])
 
-    def _vote(self, attempt: Attempt, module: nn.Module | None, divisible: bool) -> int:
+    def _vote(self, attempt: Attempt, module: nn.Module | None, uncut: str) -> int:
         if attempt.error is None:
             return _DONE
-        if not divisible or self._may_not_cut(module):
+        if uncut or self._may_not_cut(module):
             return _AGAIN if attempt.number == 0 else _STOP
         return _STOP - attempt.size // 2
 
@@ -308,11 +307,11 @@ class OOMPolicy:
                 "depend on how a batch is cut."
             )
 
-    def _why_stop(self, attempt: Attempt, module: nn.Module | None, divisible: bool) -> str:
+    def _why_stop(self, attempt: Attempt, module: nn.Module | None, uncut: str) -> str:
         if attempt.error is None:
             return "Another rank ran out of memory for good; all ranks stop here."
-        if not divisible:
-            return "This work cannot be cut from outside. Write it with `lit_ppo.memory.retry.retry` to have it cut."
+        if uncut:
+            return uncut
         if layers := self._may_not_cut(module):
             return (
                 f"The batch was not cut because {_some(layers)} depend on how a batch is cut: switch these layers off, "

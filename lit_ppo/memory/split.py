@@ -134,10 +134,22 @@ class Splitter:
         whole = self.rows(batch)
         if whole <= size:
             return [batch], [whole], [1.0]
-        pieces = list((self.split or split_batch)(batch, size))
+        pieces = self.cut(batch, size)
         rows = [self.rows(piece) for piece in pieces]
+        return pieces, rows, self.shares(pieces, rows)
+
+    def cut(self, batch: Any, size: int) -> list[Any]:
+        """Return pieces of at most `size` rows."""
+        return list((self.split or split_batch)(batch, size))
+
+    def shares(self, pieces: list[Any], rows: list[int]) -> list[float]:
+        """Return the shares of pieces in the mean over all of them.
+
+        Raises:
+            ValueError: A weight that is negative or not finite, or weights that are all 0.
+        """
         counts = [float(self.weight(p)) for p in pieces] if self.weight is not None else [float(n) for n in rows]
         total = sum(counts)
         if not all(0 <= c < float("inf") for c in counts) or total == 0:
             raise ValueError(f"`weight` returned {counts} for the pieces of a batch: they must be >= 0, and not all 0.")
-        return pieces, rows, [c / total for c in counts]
+        return [c / total for c in counts]

@@ -55,14 +55,11 @@ def batch_dependent_layers(module: nn.Module) -> list[str]:
     return found
 
 
-class Snapshot:
-    """What a forward changes and a second forward must not find changed: random states, buffers, metrics.
-
-    Kept are the persistent buffers of layers in training mode, copied on their device, and the state of torchmetrics
-    objects. Layers in eval mode and buffers outside the state dict (masks, rotary tables) do not change in a forward.
+class RandomStates:
+    """The states of the global random number generators, and of those that a module holds as attributes.
 
     Args:
-        module: Whose buffers and metrics to keep; None keeps the random states alone.
+        module: Whose `torch.Generator` attributes to keep, in any of its submodules; None: none.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -71,33 +68,95 @@ class Snapshot:
         self._numpy: Any = numpy.random.get_state() if numpy is not None else None
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = [
-            (layer, name, buffer, buffer.detach().clone())
+        self._module = module
+        self._own = [
+            (value, value.get_state())
             for layer in (module.modules() if module is not None else ())
-            if layer.training
-            for name, buffer in layer.named_buffers(recurse=False)
-            if name not in layer._non_persistent_buffers_set
+            for value in vars(layer).values()
+            if isinstance(value, torch.Generator)
         ]
-        self._metrics: list[tuple[Any, dict[str, Any]]] = []
-        for layer in module.modules() if module is not None else ():
-            metric: Any = layer
-            if hasattr(metric, "_defaults") and hasattr(metric, "_update_count"):
-                names = (*metric._defaults, *_METRIC_CACHE)
-                self._metrics.append((metric, {n: _copied(vars(metric)[n]) for n in names if n in vars(metric)}))
 
-    @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, also buffers that were replaced by another tensor."""
+        """Put them back."""
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
-        for layer, name, buffer, value in self._buffers:
-            layer._buffers[name] = buffer.copy_(value)
+        for generator, state in self._own:
+            generator.set_state(state)
+
+    def moved(self) -> bool:
+        """Whether numbers were drawn from torch's, or the module's, generators since."""
+        now = RandomStates(self._module)
+        before = [self._cpu, *self._cuda, *(state for _, state in self._own)]
+        after = [now._cpu, *now._cuda, *(state for _, state in now._own)]
+        return len(before) != len(after) or not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class Snapshot:
+    """What a step changes and a second one must not find changed: random states, buffers, metrics.
+
+    Kept are the persistent buffers of layers in training mode, copied on their device, and the state of torchmetrics
+    objects (submodules, or in lists and dicts that are attributes of one).
+
+    Args:
+        module: Whose buffers and metrics to keep; None keeps the global random states alone.
+        evaluating: Keep the persistent buffers of layers in eval mode too: evaluation counts in them.
+        temporary: Keep the buffers outside the state dict too (masks and rotary tables are among them).
+    """
+
+    def __init__(self, module: nn.Module | None = None, *, evaluating: bool = False, temporary: bool = False) -> None:
+        self._arguments = {"module": module, "evaluating": evaluating, "temporary": temporary}
+        self.random = RandomStates(module)
+        layers = list(module.named_modules()) if module is not None else []
+        self._buffers = [
+            (layer, name, f"{path}.{name}".lstrip("."), buffer, buffer.detach().clone(), buffer._version)
+            for path, layer in layers
+            if layer.training or evaluating
+            for name, buffer in layer.named_buffers(recurse=False)
+            if temporary or name not in layer._non_persistent_buffers_set
+        ]
+        self._metrics: list[tuple[Any, dict[str, Any]]] = []
+        for metric in (m for _, layer in layers for m in _metrics(layer)):
+            names = (*metric._defaults, *_METRIC_CACHE)
+            self._metrics.append((metric, {n: _copied(vars(metric)[n]) for n in names if n in vars(metric)}))
+
+    def renewed(self) -> Snapshot:
+        """Return a snapshot of the same things as they are now."""
+        return Snapshot(**self._arguments)  # type: ignore[arg-type]
+
+    def changed_buffers(self) -> list[str]:
+        """Name the buffers that were changed or replaced since, those of metrics aside."""
+        return [
+            name
+            for layer, key, name, buffer, _, version in self._buffers
+            if not _is_metric(layer) and (layer._buffers.get(key) is not buffer or buffer._version != version)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, also buffers that were replaced by another tensor."""
+        self.random.restore()
+        for layer, key, _, buffer, value, _ in self._buffers:
+            layer._buffers[key] = buffer.copy_(value)
         for metric, state in self._metrics:
             vars(metric).update({name: _copied(value) for name, value in state.items()})
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, nn.Module) and hasattr(value, "_defaults") and hasattr(value, "_update_count")
+
+
+def _metrics(layer: nn.Module) -> list[Any]:
+    """Return the layer itself, if it is a torchmetrics object, and those in its plain lists and dicts."""
+    held = [layer]
+    for value in vars(layer).values():
+        if isinstance(value, (list, tuple, dict)) and value is not layer._modules:
+            values = value.values() if isinstance(value, dict) else value
+            held += [m for v in values if isinstance(v, nn.Module) for m in v.modules()]
+    return [m for m in held if _is_metric(m)]
 
 
 def _copied(value: Any) -> Any:

@@ -2,15 +2,18 @@
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import Callback, LightningModule
 from oom_models import difference, fit, trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lit_ppo.callbacks import OOMGuard
+from lit_ppo.memory.retry import OutOfMemoryReport
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers",
@@ -146,3 +149,137 @@ def test_methods_of_an_instance_are_kept():
     got = t.predict(module, labelled(8))
     assert vars(module)["predict_step"] is own
     torch.testing.assert_close(got[0], 2 * module.layer(next(iter(labelled(8)))[0]))
+
+
+class Collects(Linear):
+    """Counts and keeps predictions, in all the ways there are; its third forward fails besides those above 4 rows."""
+
+    limit = 4
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+        self.kept, self.held, self.named = [], [torchmetrics.MeanMetric()], {"sum": torchmetrics.SumMetric()}
+        self.forwards = 0
+
+    def validation_step(self, batch, batch_idx):
+        self.total += len(batch[0])
+        for metric in (self.held[0], self.named["sum"]):
+            metric.update(batch[0].sum())
+        self.forwards += 1
+        self.log("loss", self.loss(batch))
+        if self.forwards == 3:
+            out_of_memory()
+        self.kept.append(batch[1])
+
+
+def test_finished_pieces_of_an_evaluation_are_not_done_again():
+    module = Collects()
+    torch.manual_seed(0)
+    undisturbed = Collects()
+    undisturbed.limit, undisturbed.forwards = 99, 3
+    undisturbed.load_state_dict(module.state_dict())
+    expected = trainer(limit_val_batches=1.0).validate(undisturbed, labelled(), verbose=False)
+    guard = OOMGuard()
+    got = trainer(guard, limit_val_batches=1.0).validate(module, labelled(), verbose=False)
+    assert guard.policy.events == {"validation": 2}
+    assert module.total == 32
+    assert torch.equal(torch.cat(module.kept), torch.cat(undisturbed.kept))
+    assert got[0]["loss"] == pytest.approx(expected[0]["loss"])
+    assert module.named["sum"].compute() == pytest.approx(float(undisturbed.named["sum"].compute()), rel=1e-5)
+    assert module.held[0]._update_count == len(module.kept)
+
+
+class Texts(Linear):
+    failures = 0
+
+    def predict_step(self, batch, batch_idx):
+        if self.failures:
+            self.failures -= 1
+            out_of_memory()
+        return [text.upper() for text in batch]
+
+
+def test_a_batch_without_clear_rows_is_evaluated_uncut():
+    texts = DataLoader(["a", "b", "c"], batch_size=2)
+    module = Texts()
+    for failures in (0, 1):
+        module.failures = failures
+        assert trainer(OOMGuard()).predict(module, texts) == [["A", "B"], ["C"]]
+    module.failures = 2
+    with pytest.raises(OutOfMemoryReport, match=r"rows of a batch of type list are not clear.*`split_batch`"):
+        trainer(OOMGuard()).predict(module, texts)
+
+
+class Augmented(Dataset):
+    """Draws its own random numbers."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.full((6,), index / 32) + torch.randn(6), torch.tensor(index % 3)
+
+
+class Dropped(Linear):
+    """Dropout, and noise of a generator of its own; the forward with the number `fails` runs out of memory."""
+
+    fails = 0
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.forwards = nn.Dropout(0.3), 0
+        self.generator = torch.Generator().manual_seed(3)
+
+    def training_step(self, batch, batch_idx):
+        self.forwards += 1
+        loss = self.loss((self.dropout(batch[0] + torch.randn(len(batch[0]), 6, generator=self.generator)), batch[1]))
+        if self.forwards == self.fails:
+            out_of_memory()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        torch.randn(3)
+
+
+class FailsAt(Callback):
+    def __init__(self, number):
+        self.number = number
+
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.fails = self.number
+
+
+@pytest.mark.parametrize("fails", [1, 3, 4, 6])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("validate", [False, True])
+def test_random_numbers_are_those_of_the_undisturbed_run(fails, accumulate, validate):
+    runs = []
+    for callbacks in ([], [OOMGuard(dry_run=False), FailsAt(fails)]):
+        torch.manual_seed(0)
+        module = Dropped()
+        t = trainer(
+            *callbacks, accumulate_grad_batches=accumulate, limit_val_batches=2 * validate, val_check_interval=1
+        )
+        t.fit(module, DataLoader(Augmented(), 4), labelled())
+        runs.append(module)
+    assert module.forwards > 8
+    assert difference(*runs) == 0
+
+
+class Alive(Callback):
+    """How many earlier batches are there when one begins."""
+
+    def __init__(self):
+        self.batches, self.most = [], 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.most = max(self.most, sum(b() is not None for b in self.batches))
+        self.batches.append(weakref.ref(batch[0]))
+
+
+def test_no_batch_is_kept():
+    alive, guarded = Alive(), Alive()
+    fit(Linear, labelled(), alive)
+    fit(Linear, labelled(), OOMGuard(), guarded)
+    assert guarded.most == alive.most

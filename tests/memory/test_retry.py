@@ -114,7 +114,7 @@ def test_random_states_and_buffers_are_put_back():
     numpy = pytest.importorskip("numpy")
     layer = nn.BatchNorm1d(3)
     policy, draws = OOMPolicy(recover=True, on_batch_dependent="warn"), []
-    for attempt in policy.retry("step", 1, module=layer, divisible=False):
+    for attempt in policy.retry("step", 1, module=layer, uncut="It is whole."):
         with attempt:
             draws.append((torch.rand(1).item(), random.random(), numpy.random.rand()))
             layer(torch.randn(5, 3))
@@ -311,7 +311,9 @@ def test_batch_dependent_layers_are_found():
 def test_what_cannot_be_cut_is_tried_once_more():
     sizes = []
     with pytest.raises(OutOfMemoryReport, match="cannot be cut from outside"):
-        OOMPolicy(recover=True).run("step", 8, lambda size: sizes.append(size) or out_of_memory(), divisible=False)
+        OOMPolicy(recover=True).run(
+            "step", 8, lambda size: sizes.append(size) or out_of_memory(), uncut="It cannot be cut from outside."
+        )
     assert sizes == [8, 8]
 
 
@@ -330,7 +332,7 @@ def test_a_failure_elsewhere_is_undone_here():
     other = OOMPolicy(recover=True).retry("update", 6)  # the peer fails at 6 and asks for 3
     attempt = next(other)
     attempt.error = torch.OutOfMemoryError("x")
-    policy = OOMPolicy(recover=True, agree=Ranks(smaller(attempt, None, True), 0))
+    policy = OOMPolicy(recover=True, agree=Ranks(smaller(attempt, None, ""), 0))
     assert policy.run("update", 8, lambda size: seen.append(size) or size) == 3
     assert seen == [8, 3]
     assert policy.events == {"update": 1}
@@ -342,7 +344,7 @@ def test_the_smallest_size_of_any_rank_wins():
     for size in (2, 16):
         attempt = next(OOMPolicy(recover=True).retry("update", size))
         attempt.error = torch.OutOfMemoryError("x")
-        answers.append(peer(attempt, None, True))
+        answers.append(peer(attempt, None, ""))
     policy = OOMPolicy(recover=True, agree=Ranks(max(answers), 0))
     assert policy.run("update", 8, lambda size: size) == 1
 
@@ -351,7 +353,7 @@ def test_all_ranks_stop_together():
     peer = OOMPolicy(recover=True)
     attempt = next(peer.retry("update", 1))
     attempt.error = torch.OutOfMemoryError("x")
-    policy = OOMPolicy(recover=True, agree=Ranks(peer._vote(attempt, None, True)))
+    policy = OOMPolicy(recover=True, agree=Ranks(peer._vote(attempt, None, "")))
     with pytest.raises(OutOfMemoryReport, match="Another rank ran out of memory for good"):
         policy.run("update", 8, lambda size: size)
 
