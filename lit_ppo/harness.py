@@ -131,6 +131,11 @@ class PPOHarness(LightningModule):
         together("the checks before the run", lambda: preflight.check_run(self, stage))
         preflight.check_ranks(self)
         self.sharding = sharding_for(self.trainer.strategy)
+        if self.sharding.sharded and self.ppo.rollout_engine == "graph":
+            raise ValueError(
+                '`ppo.rollout_engine="graph"` captures the layers of the actor, and a sharding strategy hooks into '
+                "them to gather weights. Use 'hf' or 'auto' under FSDP; 'graph' works on one device and under DDP."
+            )
         checkpoint.save_atomically(self.trainer)
         after_configure_model(self.trainer, self, self, self.shard)
 

@@ -13,7 +13,7 @@ from lit_ppo.rollout.hf import HFEngine
 
 
 class AutoEngine:
-    """`graph` on CUDA, if it can serve the model; else `hf`, with one line that says why.
+    """`graph` on CUDA, if it can serve the model; else `hf`, with one line that says why. `hf` for a sharded model.
 
     Args:
         policy: The actor.
@@ -26,7 +26,8 @@ class AutoEngine:
     def generate(self, prompts: Prompts, sampling: Sampling, draw: Draw) -> Rollout:
         """Sample one response for each row; see `RolloutEngine`."""
         if self.engine is None:
-            self.engine = GraphEngine(self.policy) if self.policy.device.type == "cuda" else HFEngine(self.policy)
+            graph = self.policy.device.type == "cuda" and not is_sharded(self.policy)
+            self.engine = GraphEngine(self.policy) if graph else HFEngine(self.policy)
         try:
             return self.engine.generate(prompts, sampling, draw)
         except Unservable as reason:
@@ -43,6 +44,13 @@ class AutoEngine:
         """Take it again before a rollout."""
         if self.engine is not None:
             self.engine.wake()
+
+
+def is_sharded(policy: RoleView) -> bool:
+    """Whether the actor's layers are wrapped in hooks that gather them, which no CUDA graph can hold."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in policy.store.modules())
 
 
 def build_engine(kind: str, policy: RoleView) -> RolloutEngine:
