@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Number, Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -74,7 +75,7 @@ def choice(owner: str, name: str, value: str, options: Sequence[str]) -> None:
 
 
 def _check_types(owner: str, options: Any) -> None:
-    """Raise unless every number and switch of a dataclass is one."""
+    """Raise unless every number and switch of a dataclass is one, and no number infinite."""
     for f in fields(options):
         value, kind = getattr(options, f.name), str(f.type).removesuffix(" | None")
         wanted = {"int": (Integral, "a whole number"), "float": (Real, "a number"), "bool": (bool, "true or false")}
@@ -82,6 +83,8 @@ def _check_types(owner: str, options: Any) -> None:
             continue
         if not isinstance(value, wanted[kind][0]) or (kind != "bool" and isinstance(value, bool)):
             raise TypeError(f"`{owner}.{f.name}={value!r}` must be {wanted[kind][1]}, and is a {type(value).__name__}.")
+        if value in (float("inf"), -float("inf")):
+            raise ValueError(f"`{owner}.{f.name}={value!r}` must be a finite number.")
 
 
 def _at_least(owner: str, name: str, value: float | None, low: float, *, strict: bool = False, why: str = "") -> None:
@@ -165,6 +168,10 @@ class RoleConfig:
         """Check every value."""
         _check_types("role", self)
         choice("role", "dtype", self.dtype, DTYPES)
+        if self.revision is not None and self.source is not None and Path(self.source).is_dir():
+            raise ValueError(
+                f"`role.revision={self.revision!r}` has no effect on {self.source!r}, which is a folder. Leave it out."
+            )
 
 
 @dataclass
@@ -226,7 +233,7 @@ class RewardConfig:
         _at_least("reward", "batch_size", self.batch_size, 1)
         _at_least("reward", "max_length", self.max_length, 1)
         _at_least("reward", "timeout", self.timeout, 0, strict=True)
-        if self.weight != self.weight or abs(self.weight) == float("inf"):
+        if self.weight != self.weight:
             raise ValueError(f"`reward.weight={self.weight!r}` must be a finite number.")
 
 
@@ -377,10 +384,13 @@ class OptimConfig:
         for name in ("actor_lr", "critic_lr", "weight_decay"):
             _at_least(me, name, getattr(self, name), 0)
         _at_least(me, "eps", self.eps, 0, strict=True)
-        for beta in self.betas:
+        betas: Any = self.betas
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(isinstance(b, Real) for b in betas):
+            raise ValueError(f"`optim.betas={betas!r}` must be two numbers, such as (0.9, 0.999).")
+        for beta in betas:
             _at_least(me, "betas", beta, 0)
             if beta >= 1:
-                raise ValueError(f"`optim.betas={self.betas!r}` must be below 1.")
+                raise ValueError(f"`optim.betas={betas!r}` must be below 1.")
         choice(me, "schedule", self.schedule, SCHEDULES)
         _at_least(me, "warmup_iterations", self.warmup_iterations, 0)
         _at_least(me, "total_iterations", self.total_iterations, 1)

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lit_ppo.checks import check_columns, check_devices, check_effect
 from lit_ppo.config import LoRAConfig, PPOConfig, RoleConfig, SamplingConfig, from_dict
 from lit_ppo.data import PromptDataModule
 from lit_ppo.experience import Prompts
@@ -93,11 +94,14 @@ def check_run(module: PPOHarness, stage: str) -> None:
                 "The tokenizer has no EOS token and `sampling.stop_tokens` is not set: every response will run to "
                 f"`max_new_tokens={sampling.max_new_tokens}`."
             )
+    if isinstance(trainer.datamodule, PromptDataModule):
+        check_columns(module, trainer.datamodule, stage)
     longest = getattr(trainer.datamodule, "longest_prompt", None)
     if longest is not None:
-        check_length(module, longest)
+        check_length(module, longest, train=stage == "fit")
     if stage != "fit":
         return
+    check_effect(module)
     if isinstance(trainer.datamodule, PromptDataModule):
         loader, samples = trainer.datamodule.train_dataloader(), module.sampling_config.samples_per_prompt
         last = 0 if loader.drop_last else len(loader.prompts) % loader.batch_size
@@ -171,43 +175,29 @@ def check_warmup(module: PPOHarness, batches: int) -> None:
         )
 
 
-def check_devices(module: PPOHarness) -> None:
-    """Check that the devices of the frozen roles exist.
-
-    Raises:
-        ValueError: One does not.
-    """
-    reference = module.sources["reference"]
-    config = from_dict(RoleConfig, reference) if isinstance(reference, dict) else reference
-    rewards = [] if module.rewards is None else module.rewards.rewards
-    placed = [("reference", getattr(config, "device", None)), *(("reward", reward.config.device) for reward in rewards)]
-    for role, name in placed:
-        if not isinstance(name, str):
-            continue
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise ValueError(f"`{role}.device={name!r}` is no device. Write one such as 'cpu' or 'cuda:1'.") from error
-        count = torch.cuda.device_count()
-        if device.type == "cuda" and (device.index or 0) >= count:
-            raise ValueError(f"`{role}.device={name!r}` does not exist: this machine has {count} CUDA devices.")
-
-
-def check_length(module: PPOHarness, longest: int) -> None:
+def check_length(module: PPOHarness, longest: int, *, train: bool) -> None:
     """Check that a prompt and its response fit the actor's context.
 
     Args:
         module: Has the options.
         longest: Tokens of the longest prompt.
+        train: Whether responses are sampled for training, too; else for evaluation alone.
     """
     context = context_length(plan(module).config.get_text_config())
-    new = max(module.sampling_config.max_new_tokens, module.eval_sampling_config.max_new_tokens)
-    if context is not None and longest + new > context:
-        raise ValueError(
-            f"A prompt of {longest} tokens and `sampling.max_new_tokens={new}` exceed the actor's context of {context} "
-            f"tokens. Set `max_prompt_length` of PromptDataModule to at most {max(context - new, 0)}, or lower "
-            "`max_new_tokens`."
-        )
+    trained, evaluated = module.sampling_config.max_new_tokens, module.eval_sampling_config.max_new_tokens
+    new = max(trained, evaluated) if train else evaluated
+    if context is None or longest + new <= context:
+        return
+    option = f"{'' if new == trained else 'eval_'}sampling.max_new_tokens"
+    fixes = []
+    if context > new:
+        fixes.append(f"set `max_prompt_length` of PromptDataModule to at most {context - new}")
+    if context > longest:
+        fixes.append(f"lower `{option}` to at most {context - longest}")
+    raise ValueError(
+        f"A prompt of {longest} tokens and `{option}={new}` exceed the actor's context of {context} tokens: "
+        f"{' or '.join(fixes) or 'each alone fills it, so shorten both'}."
+    )
 
 
 def endless(trainer: Any) -> bool:
@@ -244,8 +234,10 @@ def plan(module: PPOHarness) -> RolePlan:
     if "plan" not in module.cache:
         start = None
         if module.rewards is not None:
-            sources = [getattr(r, "source", None) for r in module.rewards.rewards]
-            start = next((s for s in sources if isinstance(s, str)), None)
+            model = next((r for r in module.rewards.rewards if getattr(r, "source", None) is not None), None)
+            if model is not None:
+                model.check()  # else the critic, which may start from it, would be blamed
+                start = model.source
         module.cache["plan"] = plan_roles(
             **module.sources,
             critic_start=start,
@@ -326,7 +318,8 @@ def as_prompts(batch: Any, module: PPOHarness) -> Prompts:
         batch = encode(list(batch), module.tokenizer).to(module.device)
         batch.index += sum(gather(len(batch))[: module.global_rank])  # numbers over all ranks
     if len(batch):
-        check_length(module, int(batch.lengths.max()))
+        train = module._trainer is not None and module.trainer.training
+        check_length(module, int(batch.lengths.max()), train=train)
     return batch
 
 

@@ -89,6 +89,8 @@ def derive(metrics: dict[str, float], module: PPOHarness) -> None:
 def sample_rows(rollout: Rollout, scores: Scores | None, tokenizer: Any, limit: int | None = 8) -> list[dict[str, Any]]:
     """Return rows for a table of samples: prompt, response, scores, and the prompt's other columns.
 
+    A column that is called like one of ours becomes `data/<name>`.
+
     Args:
         rollout: B rows.
         scores: Or None, where nothing was scored.
@@ -107,7 +109,7 @@ def sample_rows(rollout: Rollout, scores: Scores | None, tokenizer: Any, limit: 
         if scores is not None:
             row["reward"] = float(scores.total[i])
             row |= {f"reward/{name}": float(part[i]) for name, part in scores.parts.items()}
-        table.append({**samples.columns[i], **row})
+        table.append({(f"data/{name}" if name in row else name): v for name, v in samples.columns[i].items()} | row)
     return table
 
 

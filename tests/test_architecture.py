@@ -19,6 +19,7 @@ LAYERS = [
     {"experience", "algo", "metrics", "optim", "output", "callbacks"},  # data, mathematics; for any LightningModule
     {"roles", "data"},  # models, prompts
     {"rollout", "rewards", "sharding"},  # text from models, numbers from text, models on many devices
+    {"checks"},  # what can be said of the two before a run
     {"preflight", "checkpoint", "summary", "worst_case"},  # what is around the iterations
     {"harness"},  # Lightning's hooks
     {"module"},  # the algorithm

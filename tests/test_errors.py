@@ -134,6 +134,12 @@ BAD_VALUES = [
     (OptimConfig, {"weight_decay": -1}, r"`optim.weight_decay=-1` must be >= 0"),
     (OptimConfig, {"eps": 0}, r"`optim.eps=0` must be > 0"),
     (OptimConfig, {"betas": (-0.1, 0.9)}, r"`optim.betas=-0.1` must be >= 0"),
+    (OptimConfig, {"betas": (0.9,)}, r"`optim.betas=\(0.9,\)` must be two numbers"),
+    (OptimConfig, {"betas": "abc"}, r"`optim.betas='abc'` must be two numbers"),
+    (OptimConfig, {"betas": ("a", 0.9)}, r"`optim.betas=\('a', 0.9\)` must be two numbers"),
+    (OptimConfig, {"actor_lr": float("inf")}, r"`optim.actor_lr=inf` must be a finite number"),
+    (SamplingConfig, {"temperature": float("inf")}, r"`sampling.temperature=inf` must be a finite number"),
+    (RoleConfig, {"source": ".", "revision": "v1"}, r"`role.revision='v1'` has no effect on '.', which is a folder"),
     (OptimConfig, {"betas": (0.9, 1)}, r"`optim.betas=\(0.9, 1\)` must be below 1"),
     (OptimConfig, {"schedule": "liner"}, r"`optim.schedule='liner'` must be one of .*Did you mean 'linear'"),
     (OptimConfig, {"warmup_iterations": -1}, r"`optim.warmup_iterations=-1` must be >= 0"),
@@ -210,6 +216,44 @@ EARLY: list[tuple[str, Callable[[Path], dict[str, Any]], str]] = [
         "misspelt reward",
         lambda _: {"reward": "tiny.count_w"},
         r"`tiny` has no attribute `count_w`. Did you mean `count_w1`",
+    ),
+    ("a bare reward", lambda _: {"reward": "brevity"}, r"`reward.source='brevity'` is no folder.*`module.brevity`"),
+    ("unknown reward id", lambda _: {"reward": "someone/none"}, r"`reward.source='someone/none'`: no model and tok"),
+    (
+        "a column that is not there",
+        lambda _: {
+            "reward": lambda responses, answer: [0.0] * 8,
+            "data": PromptDataModule([{"prompt": "w1", "b": 1}], batch_size=1),
+        },
+        r"its argument `answer` is not a column of the prompt set, which has `b`",
+    ),
+    (
+        "a column that is not in val",
+        lambda _: {
+            "reward": lambda responses, answer: [0.0] * 8,
+            "data": PromptDataModule([{"prompt": "w1", "answer": 1}], val=["w1"], batch_size=1),
+        },
+        r"its argument `answer` is not a column of the prompt set, which has none but the prompt",
+    ),
+    (
+        "a reserved column",
+        lambda _: {"data": PromptDataModule([{"prompt": "w1", "responses": "x"}], batch_size=1)},
+        r"`responses` is both what every reward is offered and a column of the prompt set",
+    ),
+    (
+        "a critic for nothing",
+        lambda _: {"critic": F(), "ppo": {"advantage": "reinforce_pp"}},
+        r"`critic` has no effect: `ppo.advantage` has no critic. Leave it out",
+    ),
+    (
+        "a reference for nothing",
+        lambda _: {"reference": F(), "ppo": {"kl_coef": 0.0}},
+        r"`reference` has no effect: no KL is measured .*`log_kl` are off",
+    ),
+    (
+        "numbers for nothing",
+        lambda _: {"ppo": {"advantage": "reinforce_pp", "lam": 0.9}, "optim": {"critic_lr": 1e-3}},
+        r"`ppo.lam`, `optim.critic_lr`: no effect, as `ppo.advantage='reinforce_pp'` has no critic",
     ),
     ("a reward of 3", lambda _: {"reward": 3}, r"A reward is a folder, .*got int: 3"),
     ("no reward", lambda _: {"reward": None}, r"`reward` is missing: `fit` needs at least one"),
@@ -289,12 +333,17 @@ EARLY: list[tuple[str, Callable[[Path], dict[str, Any]], str]] = [
     (
         "response longer than the context",
         lambda _: {"sampling": {"max_new_tokens": 62}},
-        r"A prompt of 5 tokens and `sampling.max_new_tokens=62` exceed the actor's context of 64.*at most 2",
+        r"A prompt of 5 tokens and `sampling.max_new_tokens=62` exceed .* 64 tokens: set .* 2 or lower .* 59",
+    ),
+    (
+        "evaluated response longer than the context",
+        lambda _: {"eval_sampling": {"max_new_tokens": 64}},
+        r"A prompt of 5 tokens and `eval_sampling.max_new_tokens=64` exceed .*64 tokens: lower .* to at most 59\.$",
     ),
     (
         "prompt longer than the context",
         lambda _: {"data": PromptDataModule([" ".join(["w5"] * 70)], batch_size=1)},
-        r"A prompt of 70 tokens .*exceed the actor's context of 64 tokens. Set `max_prompt_length`",
+        r"A prompt of 70 tokens .*exceed the actor's context of 64 tokens: set `max_prompt_length`.* at most 61\.$",
     ),
     (
         "held-out prompt longer than the context",
@@ -397,6 +446,34 @@ def test_a_prompt_file_that_cannot_be_used(tmp_path: Path, loads: list[Any]) -> 
 def test_a_reward_that_misbehaves(tmp_path: Path, reward: Callable[..., Any], match: str) -> None:
     with pytest.raises(RewardError, match=f"Reward `judge`: {match}"):
         fit(tmp_path, reward=FunctionReward(reward, name="judge"))
+
+
+def test_a_column_that_few_rows_have_is_none_in_batches_without_it(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def judge(responses: list[str], answer: list[Any]) -> list[float]:
+        seen.extend(answer)
+        return [0.0] * len(responses)
+
+    rows = [{"prompt": "w1", "answer": 1}, {"prompt": "w2"}, {"prompt": "w3"}]
+    fit(tmp_path, PromptDataModule(rows, batch_size=1), reward=judge)
+    assert sorted(seen, key=str) == [1, None, None]
+
+
+def test_a_skipped_sample_is_told_of_once(tmp_path: Path) -> None:
+    reward = FunctionReward(lambda responses: [float("nan")] + [1.0] * 7, name="judge", on_error="skip")
+    with pytest.warns(UserWarning, match="Said once") as caught:
+        fit(tmp_path, reward=reward, data=PromptDataModule(tiny.rows(32), batch_size=8))
+    assert sum("Said once" in str(w.message) for w in caught) == 1
+
+
+def test_predictions_lose_no_column_to_their_own(tmp_path: Path) -> None:
+    run = PPOLightningModule(tiny.folder(), eval_sampling={"max_new_tokens": 3})
+    data = PromptDataModule(predict=[{"prompt": "w1", "response": "gold", "id": 7}], batch_size=1)
+    with pytest.warns(UserWarning, match=r"a column `response`, as predictions do: theirs is written as `data/respon"):
+        (batch,) = tiny.trainer(tmp_path).predict(run, data)
+    assert set(batch[0]) == {"prompt", "response", "stopped", "data/response", "id"}
+    assert batch[0]["data/response"] == "gold"
 
 
 def test_a_reward_may_be_any_kind_of_number(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from numbers import Integral, Real
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -40,7 +41,8 @@ class PromptDataModule(LightningDataModule):
         shuffle: Train in a new order each epoch. `Trainer(overfit_batches=...)` turns it off.
         seed: Of that order, and of the choice for `val_fraction`.
         drop_last: Leave the prompts that do not fill a batch out of the epoch.
-        chat_template: Jinja text used in place of the tokenizer's own chat template.
+        chat_template: Jinja text that replaces the chat template of the module's tokenizer in `setup`, and so is what
+            checkpoints, exports and `lit-ppo generate --chat` have.
         add_generation_prompt: End a chat with the opening of the assistant's turn.
         encoding: Of the files. UTF-8 may start with a byte order mark.
 
@@ -75,13 +77,19 @@ class PromptDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         val_batch_size = batch_size if val_batch_size is None else val_batch_size
-        for name, value in (
-            ("batch_size", batch_size),
-            ("val_batch_size", val_batch_size),
-            ("max_prompt_length", max_prompt_length),
-        ):
+        counts: dict[str, Any] = {
+            "batch_size": batch_size,
+            "val_batch_size": val_batch_size,
+            "max_prompt_length": max_prompt_length,
+        }
+        for name, value in counts.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise TypeError(f"`{name}={value!r}` must be a whole number, and is a {type(value).__name__}.")
             if value is not None and value < 1:
                 raise ValueError(f"`{name}={value}` must be at least 1.")
+        share: Any = val_fraction
+        if isinstance(share, bool) or not isinstance(share, Real):
+            raise TypeError(f"`val_fraction={share!r}` must be a number, and is a {type(share).__name__}.")
         if overlong not in ("drop", "cut"):
             raise ValueError(f"`overlong={overlong!r}` must be 'drop' or 'cut'.")
         if overlong == "cut" and max_prompt_length is None:
@@ -111,14 +119,18 @@ class PromptDataModule(LightningDataModule):
         self.max_prompt_length, self.overlong = max_prompt_length, overlong
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.chat_template, self.add_generation_prompt = chat_template, add_generation_prompt
+        if chat_template is not None:  # into checkpoints, for `lit_ppo.export`
+            self.save_hyperparameters({"chat_template": chat_template}, logger=False)
         self._ready: dict[str, list[Prompt]] = {}
         self._tokenizer: Any = None
 
-    def _hold_out(self, val_fraction: float, seed: int) -> None:
+    def _hold_out(self, val_fraction: Any, seed: int) -> None:
         """Move a random part of `train` to `val`."""
         me = f"`val_fraction={val_fraction:g}`"
         if "train" not in self._sets or "val" in self._sets:
             raise ValueError(f"{me} takes prompts from `train` for `val`: give `train` and leave `val` out.")
+        if val_fraction == 1 and not isinstance(val_fraction, Integral):
+            raise ValueError(f"{me} would be all of `train`. Give a share below 1, or 2 or more prompts.")
         prompts = self._sets["train"]
         held = round(val_fraction * len(prompts)) if val_fraction < 1 else int(val_fraction)
         if held != val_fraction and val_fraction > 1:
@@ -152,6 +164,8 @@ class PromptDataModule(LightningDataModule):
         tokenizer = self._find_tokenizer()
         if tokenizer is not self._tokenizer:
             self._tokenizer, self._ready = tokenizer, {}
+            if self.chat_template is not None:
+                tokenizer.chat_template = self.chat_template
         for name in ("train", "val") if stage == "fit" else (needed,):
             if name in self._sets and name not in self._ready:
                 self._prepare(name)
@@ -206,6 +220,11 @@ class PromptDataModule(LightningDataModule):
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt of the sets that `setup` has tokenized."""
         return max((len(prompt.ids) for prompts in self._ready.values() for prompt in prompts), default=0)
+
+    @property
+    def columns(self) -> dict[str, set[str]]:
+        """Names of the columns beside the prompt that any row has, of each set that `setup` has tokenized."""
+        return {name: set().union(*(p.columns for p in prompts)) for name, prompts in self._ready.items()}
 
     def __str__(self) -> str:  # Lightning's own expects a DataLoader
         sets = (f"{name}: {len(prompts):,} prompts" for name, prompts in self._sets.items())

@@ -142,7 +142,9 @@ class RewardSum:
                     raise reward.fail(
                         f"{what}. Scores must be finite; `reward.on_error: skip` leaves such samples out."
                     )
-                reward.warn_once(f"{what}; samples whose score is not finite are left out of the update. Said once.")
+                reward.warn_once(
+                    "skipped", f"{what}; samples whose score is not finite are left out of the update. Said once."
+                )
             keep &= finite
             parts[reward.name] = scores.where(finite, 0.0)
             total += reward.config.weight * parts[reward.name]

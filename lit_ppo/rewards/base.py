@@ -138,10 +138,15 @@ class Reward(ABC):
         """Return an error that names this reward."""
         return RewardError(f"Reward `{self.name}`: {message}")
 
-    def warn_once(self, message: str) -> None:
-        """Warn the first time that this is said."""
-        if message not in self._warned:
-            self._warned.add(message)
+    def warn_once(self, about: str, message: str) -> None:
+        """Warn the first time that this reward has something to say about a matter.
+
+        Args:
+            about: The matter.
+            message: The warning, which may show the sample that gave rise to it.
+        """
+        if about not in self._warned:
+            self._warned.add(about)
             warnings.warn(f"Reward `{self.name}`: {message}", stacklevel=2)
 
 

@@ -51,6 +51,7 @@ class FunctionReward(Reward):
                 )
         self.function = function
         self._parameters = self._read_signature(function)
+        self._columns: set[str] = set()
 
     def _read_signature(self, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         try:
@@ -68,27 +69,44 @@ class FunctionReward(Reward):
                 )
         return parameters
 
-    def _arguments(self, samples: Samples) -> dict[str, list[Any]]:
-        """Return the keyword arguments that the function takes."""
-        columns = sorted({name for row in samples.columns for name in row})
+    def check_columns(self, columns: set[str]) -> None:
+        """Check the signature against a prompt set, whose columns every batch then has (None where a row lacks one).
+
+        Args:
+            columns: Those of any row, without the prompt's.
+
+        Raises:
+            RewardError: An argument is none of them, or one has a name that every function is offered.
+        """
+        self._wanted(sorted(columns))
+        self._columns |= columns
+
+    def _wanted(self, columns: list[str]) -> set[str]:
+        """Return the names of the arguments that the function gets."""
         takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
         named = [p for p in self._parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        wanted = {p.name for p in named} | ({*_OFFERED, *columns} if takes_all else set())
+        offered = {*_OFFERED, *columns}
+        wanted = offered if takes_all else {p.name for p in named} & offered
         for clash in sorted(wanted.intersection(_OFFERED).intersection(columns)):
             raise self.fail(
                 f"`{clash}` is both what every reward is offered and a column of the prompt set. Rename the column"
                 + (", or name the arguments instead of taking `**kwargs`." if takes_all else ".")
             )
-        arguments: dict[str, list[Any]] = {n: list(getattr(samples, n)) for n in _OFFERED if n in wanted}
-        arguments |= {n: [row.get(n) for row in samples.columns] for n in columns if n in wanted}
         for p in named:
-            if p.name not in arguments and p.default is p.empty:
+            if p.name not in wanted and p.default is p.empty:
                 raise self.fail(
                     f"its argument `{p.name}` is not a column of the prompt set, which has "
                     f"{', '.join(f'`{n}`' for n in columns) or 'none but the prompt'}. "
                     f"Every function is also offered {', '.join(f'`{n}`' for n in _OFFERED)}."
                 )
-        return arguments
+        return wanted
+
+    def _arguments(self, samples: Samples) -> dict[str, list[Any]]:
+        """Return the keyword arguments that the function takes."""
+        columns = sorted(self._columns.union(*samples.columns))
+        wanted = self._wanted(columns)
+        arguments: dict[str, list[Any]] = {n: list(getattr(samples, n)) for n in _OFFERED if n in wanted}
+        return arguments | {n: [row.get(n) for row in samples.columns] for n in columns if n in wanted}
 
     def score(self, samples: Samples, batch_size: int | None = None) -> Tensor:
         """Call the function.

@@ -71,7 +71,7 @@ class ModelReward(Reward):
         return None if self._given is not None or adapter else self._path
 
     def check(self) -> None:
-        """Check the configuration and the tokenizer of a module or folder; a hub id is checked by `load`.
+        """Check the configuration and the tokenizer of a module, folder or hub id.
 
         Raises:
             RewardError: Files are missing, the model has not one label, its context is shorter than `max_length`, or
@@ -80,7 +80,8 @@ class ModelReward(Reward):
         if self._given is not None:
             self._check_config(self._given.config)
             self._check_template()
-        elif Path(self._path).is_dir():
+            return
+        if Path(self._path).is_dir():
             names = sorted(p.name for p in Path(self._path).iterdir())
             if not {"config.json", "adapter_config.json"}.intersection(names):
                 raise self.fail(
@@ -89,7 +90,7 @@ class ModelReward(Reward):
                 )
             if not any(name.endswith((".safetensors", ".bin")) for name in names):
                 raise self.fail(f"the folder {self.config.source!r} has no weights (*.safetensors), only {names}.")
-            self._find()
+        self._find()
 
     def load(
         self,
@@ -224,8 +225,9 @@ class ModelReward(Reward):
         self.truncated = long
         if long:
             self.warn_once(
+                "cut",
                 f"texts longer than its context of {self._limit} tokens lose the start of their prompt "
-                f"({long} of {len(ids)} in this batch). Said once."
+                f"({long} of {len(ids)} in this batch). Said once.",
             )
         return [self._cut(row) for row in ids]
 

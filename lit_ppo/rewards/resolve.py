@@ -27,7 +27,8 @@ def resolve(source: str) -> Any:
     An existing folder is a model, whatever its name. The current directory is searched for modules.
 
     Raises:
-        RewardError: A path that does not exist, or an import path of which a part is missing or cannot be imported.
+        RewardError: A path that does not exist, a name alone, or an import path of which a part is missing or cannot
+            be imported.
     """
     path = Path(source).expanduser()
     if source and path.is_dir():
@@ -38,6 +39,11 @@ def resolve(source: str) -> Any:
         raise RewardError(f"`reward.source={source!r}` is {'a file' if source else 'empty'}. {_EXPECTED}")
     if source.startswith((".", "~", "/")) or source.endswith("/") or "\\" in source or source.count("/") > 1:
         raise RewardError(f"`reward.source={source!r}` does not exist{_nearby(path)}. {_EXPECTED}")
+    if source.isidentifier():
+        raise RewardError(
+            f"`reward.source={source!r}` is no folder in {os.getcwd()}, and a function is given with its module, "
+            f"`module.{source}`. {_EXPECTED}"
+        )
     if not re.fullmatch(r"([\w.-]+/)?[\w.-]+", source):
         raise RewardError(f"`reward.source={source!r}` is neither a folder, an import path nor a hub id. {_EXPECTED}")
     return source

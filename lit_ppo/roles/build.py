@@ -112,6 +112,12 @@ def plan_roles(
                     f"`{name}` sets options but no `source`, and the actor is not a folder or id to share."
                 )
             sources[name] = replace(sources[name], source=sources["actor"].source)
+    for name, needed, why in (
+        ("critic", has_critic, "`ppo.advantage` has no critic"),
+        ("reference", has_reference, "no KL is measured (`ppo.kl_coef`, `kl_loss_coef` and `log_kl` are off)"),
+    ):
+        if sources[name] is not None and not needed:
+            raise ValueError(f"`{name}` has no effect: {why}. Leave it out.")
     if layout == "shared":
         if lora is None:
             raise ValueError('`layout="shared"` keeps policy and value as adapters on one trunk: give `lora` too.')

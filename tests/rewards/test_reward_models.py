@@ -370,9 +370,9 @@ def test_a_hub_id_that_cannot_be_had_names_itself(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     rewards = build_rewards("no-such-owner/no-such-model")
-    rewards.check()  # nothing is fetched
-    with pytest.raises(RewardError, match=r"no-such-owner/no-such-model.* which is not a folder here, as a hub id"):
-        rewards.load("cpu")
+    for ask in (rewards.check, lambda: rewards.load("cpu")):
+        with pytest.raises(RewardError, match=r"no-such-owner/no-such-model.* which is not a folder here, as a hub id"):
+            ask()
 
 
 def test_check_reads_no_weights(save):
