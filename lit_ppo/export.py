@@ -14,6 +14,7 @@ import torch
 
 from lit_ppo.config import PPOConfig, SamplingConfig, choice, from_dict
 from lit_ppo.roles.adapters import tuner_layers
+from lit_ppo.roles.sources import first_line
 from lit_ppo.sharding.folders import read_folder
 
 if TYPE_CHECKING:
@@ -103,18 +104,44 @@ def check_target(directory: str | os.PathLike[str], source: str = "", overwrite:
 
     Raises:
         FileExistsError: The folder is in use.
+        OSError: It cannot be made.
     """
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"`{target}` is a file. Give a folder that does not exist yet.")
     if source and target.exists() and Path(source).exists() and os.path.samefile(target, source):
         raise FileExistsError(f"`{target}` holds the model that the training started from. Choose another folder.")
-    if not target.exists() or not any(target.iterdir()):
-        return
-    if not overwrite:
-        raise FileExistsError(f"`{target}` is not empty. Choose another folder, or replace an export with `overwrite`.")
-    if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise FileExistsError(f"`{target}` is not an export (it has no config.json), so `overwrite` leaves it alone.")
+    if target.exists() and any(target.iterdir()):
+        if not overwrite:
+            raise FileExistsError(
+                f"`{target}` is not empty. Choose another folder, or replace an export with `overwrite`."
+            )
+        if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise FileExistsError(
+                f"`{target}` is not an export (it has no config.json), so `overwrite` leaves it alone."
+            )
+    check_folder("to", target, target.parent)
+
+
+def check_folder(option: str, path: str | os.PathLike[str], folder: Path) -> None:
+    """Make a folder and check that it can be written.
+
+    Args:
+        option: What says where to write, for the error.
+        path: As given.
+        folder: Where it is.
+
+    Raises:
+        OSError: It cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"`{option}={str(path)!r}` cannot be written ({error.strerror} in {str(folder)!r}). Choose another folder.",
+        ) from error
 
 
 def merged(base: Any, adapter: str) -> Any:
@@ -191,7 +218,7 @@ def load_policy(
         ValueError: The file is no such checkpoint, or the model that it builds on is gone or another one.
         OSError: It cannot be read.
     """
-    ckpt = _read(path)
+    ckpt = read_checkpoint(path)
     given = ckpt["hyper_parameters"]
     sampling = from_dict(SamplingConfig, {**given["eval_sampling"], **(eval_sampling or {})})
     changes: dict[str, Any] = {
@@ -216,7 +243,7 @@ def load_module(path: str | os.PathLike[str]) -> PPOLightningModule:
         ValueError: The file is no such checkpoint, or the models that it builds on are gone or other ones.
         OSError: It cannot be read.
     """
-    ckpt = _read(path)
+    ckpt = read_checkpoint(path)
     ppo = from_dict(PPOConfig, ckpt["hyper_parameters"]["ppo"])
     return _build(ckpt, {"ppo": asdict(ppo) | NO_REFERENCE})
 
@@ -240,25 +267,39 @@ def last_checkpoint(root: str | os.PathLike[str], option: str) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime)
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], option: str = "ckpt") -> dict[str, Any]:
+    """Read a checkpoint; of a file, tensors are read when they are used.
+
+    Args:
+        path: A file, the folder of a sharded checkpoint, or that of a run, whose last one is taken.
+        option: What asks, for the error.
+
+    Raises:
+        ValueError: It is no checkpoint of PPOLightningModule.
+        OSError: It does not exist.
+    """
     where = Path(path)
     if where.is_dir() and not (where / ".metadata").exists():
-        where = last_checkpoint(where, "ckpt")
+        where = last_checkpoint(where, option)
     if not where.exists():
-        raise FileNotFoundError(f"`ckpt={str(path)!r}` does not exist.")
-    ckpt: dict[str, Any]
+        raise FileNotFoundError(f"`{option}={str(path)!r}` does not exist.")
+    ckpt: Any
     try:
         if where.is_dir():
             ckpt = read_folder(where)
         else:
             ckpt = torch.load(where, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
+        raise ValueError(f"`{option}={str(path)!r}` cannot be read as a checkpoint: {first_line(error)}") from error
+    entries = ("lit_ppo", "hyper_parameters", "state_dict", "pytorch-lightning_version")
+    absent = [name for name in entries if not isinstance(ckpt, dict) or name not in ckpt]
+    if absent:
         raise ValueError(
-            f"`ckpt={str(path)!r}` cannot be read as a checkpoint: {str(error).splitlines()[0]}"
-        ) from error
-    if "lit_ppo" not in ckpt or "hyper_parameters" not in ckpt:
-        raise ValueError(f"`ckpt={str(path)!r}` was not written by PPOLightningModule (it has no `lit_ppo` entry).")
-    return ckpt
+            f"`{option}={str(path)!r}` was not written by PPOLightningModule (it has no `{'`, `'.join(absent)}`). Give "
+            "a checkpoint that a fit with lit-ppo has saved."
+        )
+    found: dict[str, Any] = ckpt
+    return found
 
 
 def _build(ckpt: dict[str, Any], changes: dict[str, Any]) -> PPOLightningModule:
@@ -282,4 +323,6 @@ def _build(ckpt: dict[str, Any], changes: dict[str, Any]) -> PPOLightningModule:
             )
     wanted = module.state_dict().keys()
     module.load_state_dict({key: value for key, value in ckpt["state_dict"].items() if key in wanted})
+    if template := ckpt.get("datamodule_hyper_parameters", {}).get("chat_template"):
+        module.tokenizer.chat_template = template  # what it was trained with
     return module.eval()

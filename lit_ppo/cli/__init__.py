@@ -67,6 +67,6 @@ def main(
     except Exception as error:
         if os.environ.get("LIT_PPO_DEBUG") or not is_configuration_error(error):
             raise
-        print(f"error: {message_of(error)}", file=sys.stderr)
+        print("\n".join([f"error: {message_of(error)}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 1
     return 0

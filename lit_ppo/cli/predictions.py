@@ -11,6 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lit_ppo.export import check_folder
+
 
 class PredictionWriter(Callback):
     """Write what `predict_step` returns, one JSON object a line, in the order of the prompts, from all ranks.
@@ -30,7 +32,7 @@ class PredictionWriter(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start an empty file, before any weight is loaded."""
         if trainer.is_global_zero:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            check_folder("output", self.path, self.path.parent)
             self.part.write_text("")
 
     @override

@@ -27,7 +27,8 @@ import lit_ppo.callbacks
 from lit_ppo.cli.errors import explain
 from lit_ppo.cli.predictions import PredictionWriter
 from lit_ppo.config import OptimConfig, PPOConfig, SamplingConfig
-from lit_ppo.export import last_checkpoint
+from lit_ppo.export import last_checkpoint, read_checkpoint
+from lit_ppo.output import check_writable
 
 SPELLED_OUT = {"sampling": SamplingConfig, "ppo": PPOConfig, "optim": OptimConfig}
 """Groups of options whose fields the help lists one by one. The others (`lora`, say) mean something when absent."""
@@ -153,6 +154,10 @@ class PPOCLI(LightningCLI):
             rank_zero_info(f"`ckpt_path: last` is {path}")
         elif path is not None and not Path(path).exists() and "://" not in path:
             raise FileNotFoundError(f"`ckpt_path={path!r}` does not exist{_nearby_checkpoints(self.trainer)}.")
+        if path is not None and Path(path).is_file():
+            read_checkpoint(path, "ckpt_path")
+        if subcommand == "fit":
+            check_writable("trainer.default_root_dir", self.trainer.default_root_dir)  # before the logger finds out
         kwargs = {"return_predictions": False} if subcommand == "predict" else {}
         work: Callable[..., Any] = getattr(self.trainer, subcommand)
         try:
