@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,14 +15,14 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lit_ppo.memory.automatic import Batch, UndoableSteps
-from lit_ppo.memory.dry_run import largest_that_fits
+from lit_ppo.memory.dry_run import largest_that_fits, unoptimized
 from lit_ppo.memory.evaluation import cut_step
 from lit_ppo.memory.fsdp2 import settle_all
 from lit_ppo.memory.logs import LogRecorder
@@ -32,7 +32,8 @@ from lit_ppo.memory.ranks import Ranks
 from lit_ppo.memory.report import memory_report
 from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.memory.split import Splitter
-from lit_ppo.memory.undo import is_out_of_memory
+from lit_ppo.memory.undo import Snapshot, is_out_of_memory
+from lit_ppo.memory.wrapped import Wrapped
 
 _PATIENCE = 60.0
 """Seconds that a rank waits for the others under FSDP2 after it has run out of memory."""
@@ -97,13 +98,15 @@ class OOMGuard(Callback):
         weight: Callable[[Any], float] | None = None,
         on_batch_dependent: Literal["refuse", "warn"] = "refuse",
         grow_after: int | None = None,
-        timeout: float = 1800.0,
+        timeout: float = 600.0,
     ) -> None:
         super().__init__()
-        if not 0 <= headroom < 1:
+        if not _is_number(headroom) or not 0 <= headroom < 1:
             raise ValueError(f"`headroom={headroom!r}` must be at least 0 and below 1: a part of the memory.")
-        if not timeout > 0:
-            raise ValueError(f"`timeout={timeout!r}` must be > 0 seconds.")
+        if not _is_number(timeout) or not 0 < timeout < float("inf"):
+            raise ValueError(f"`timeout={timeout!r}` must be > 0 seconds, and finite.")
+        if not isinstance(dry_run, bool):
+            raise ValueError(f"`dry_run={dry_run!r}` must be True or False.")
         for name, value in (("worst_case", worst_case), ("split_batch", split_batch), ("weight", weight)):
             if value is not None and not callable(value):
                 raise ValueError(f"`{name}={value!r}` must be a function.")
@@ -115,7 +118,7 @@ class OOMGuard(Callback):
         self._splitter = Splitter(split_batch, weight)
         self.timeout = timeout
         self.policy = OOMPolicy(on_batch_dependent=on_batch_dependent, grow_after=grow_after)
-        self._wrapped: list[_Wrapped] = []
+        self._wrapped: list[Wrapped] = []
         self._steps: UndoableSteps | None = None
         self._ranks: Ranks | None = None
         self._step_undo: StepUndo | None = None
@@ -139,6 +142,8 @@ class OOMGuard(Callback):
             self.policy = own
         self._gave_policy = self._gave_policy or own is None
         pl_module.oom_policy = self.policy  # type: ignore[assignment]
+        if not pl_module.automatic_optimization:
+            self._check_manual(own is not None)
         if stage == "fit" and pl_module.automatic_optimization:
             self._wrap_automatic(trainer, pl_module)
         if own is not None:
@@ -152,8 +157,24 @@ class OOMGuard(Callback):
             ):
                 self._wrap(pl_module, name, cut_step(self.policy, self._splitter, pl_module, step, phase))
 
+    def _check_manual(self, retries: bool) -> None:
+        """Refuse, or say, what manual optimization makes no use of."""
+        if self.worst_case is not None:
+            raise MisconfigurationException(
+                "`worst_case` is for automatic optimization. A module of manual optimization says what to try by a "
+                "method `dry_runs()`, which returns {phase: (rows, function of a size)}, or leave it out."
+            )
+        options = {"split_batch": self._splitter.split, "weight": self._splitter.weight}
+        given = [f"`{name}`" for name, option in options.items() if option is not None]
+        if given and retries:
+            raise MisconfigurationException(
+                f"{' and '.join(given)} of `OOMGuard` would not be used: this module cuts its own work. Leave it out."
+            )
+        if given:
+            rank_zero_info(f"OOMGuard: {' and '.join(given)} cut evaluation only; a manual `training_step` is not cut.")
+
     def _wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._wrapped.append(_Wrapped(owner, name, function))
+        self._wrapped.append(Wrapped(owner, name, function))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -275,7 +296,8 @@ class OOMGuard(Callback):
                 "`training_step(dataloader_iter)` fetches its own batches, which `OOMGuard` cannot cut. Take `batch`."
             )
         self._steps = steps = UndoableSteps(self.policy, self._splitter, trainer, pl_module)
-        steps.before_first = partial(self._dry_run, trainer, pl_module) if self.dry_run else None
+        if self.dry_run:
+            steps.before_first = partial(self._dry_run, trainer, pl_module)
         self._wrap(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", steps.make_closure)
         if trainer.gradient_clip_val is not None or is_overridden("configure_gradient_clipping", pl_module):
             clip = pl_module.configure_gradient_clipping
@@ -283,8 +305,14 @@ class OOMGuard(Callback):
 
     # Dry run
 
+    def _counts_memory(self, pl_module: LightningModule) -> bool:
+        """Whether `headroom` has a meaning, without which a dry run of unknown code would do more harm than good."""
+        return pl_module.device.type == "cuda"
+
     def _dry_run(self, trainer: Trainer, pl_module: LightningModule, batch: Batch) -> None:
-        """Try forward and backward at the worst case before the first step."""
+        """Try forward and backward at the worst case before the first step, where memory is counted."""
+        if not self._counts_memory(pl_module):
+            return
         assert self._steps is not None
         own: Any = getattr(pl_module, "worst_case_batch", None)
         worst = self.worst_case(pl_module) if self.worst_case is not None else own() if callable(own) else None
@@ -292,17 +320,34 @@ class OOMGuard(Callback):
         if worst is not None:
             whole = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(worst))
         gradients = [(p, p.grad) for p in pl_module.parameters()]
+        others, few = unoptimized(pl_module, trainer.optimizers)
+        versions = {name: p._version for name, p in others.items()}
+        snapshot = Snapshot(pl_module, evaluating=True, temporary=True, weights=others.values() if few else ())
         try:
             with LogRecorder(pl_module), self.policy.no_sync():
                 rehearse = partial(self._steps.rehearse, batch, whole)
-                self._try_sizes(pl_module, "train", self._splitter.rows(whole), rehearse)
+                self._try_sizes(pl_module, "train", self._splitter.rows(whole), rehearse, snapshot)
+            changed = [name for name, p in others.items() if p._version != versions[name]]
+            if changed and not few:
+                rank_zero_warn(
+                    f"OOMGuard: `training_step` changes `{changed[0]}`, which no optimizer has and which is too large "
+                    "to copy, so that the dry run changed it, too. Use `dry_run=False` if that matters."
+                )
         finally:
             for p, gradient in gradients:
                 p.grad = gradient
 
-    def _try_sizes(self, pl_module: LightningModule, phase: str, rows: int, body: Callable[[int], object]) -> None:
+    def _try_sizes(
+        self,
+        pl_module: LightningModule,
+        phase: str,
+        rows: int,
+        body: Callable[[int], object],
+        snapshot: Snapshot | None = None,
+    ) -> None:
         """Find the largest size of `body` that fits on every rank with the headroom, and keep it for the phase."""
         hook = pl_module._current_fx_name
+        uncut = snapshot is not None and self.policy.may_not_cut(pl_module)
         fits = largest_that_fits(
             body,
             rows,
@@ -311,9 +356,17 @@ class OOMGuard(Callback):
             agree=self.policy.agree_soon or self.policy.agree,
             device=pl_module.device,
             settle=self.policy.settle,
+            snapshot=snapshot,
+            whole=bool(uncut),
         )
         pl_module._current_fx_name = hook
-        if fits is not None:
+        if uncut and fits == 0:
+            rank_zero_warn(
+                f"OOMGuard: a batch of {rows} rows does not fit with {self.headroom:.0%} of the memory left free, and "
+                f"it is not cut, since `{uncut[0]}` depends on the cut. Training goes on, close to the limit. "
+                "Use smaller batches, or accept the difference with `on_batch_dependent='warn'`."
+            )
+        elif fits is not None:
             self.policy.sizes[phase] = min(fits, self.policy.sizes.get(phase, fits))
             rank_zero_info(f"OOMGuard: {phase} fits {fits} of {rows} rows at once with {self.headroom:.0%} headroom.")
 
@@ -359,31 +412,8 @@ class OOMGuard(Callback):
         self.policy.load_state_dict(state_dict)
 
 
-class _Wrapped:
-    """Takes the place of a method on its owner until `undo`; in a copy of the owner it is the copy's own method."""
-
-    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._owner, self._name, self._function = owner, name, function
-        self._before = vars(owner).get(name)  # a compiled module has methods of its instance
-        update_wrapper(self, getattr(owner, name))
-        setattr(owner, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (getattr, (self._owner, self._name)) if self._before is None else (_same, (self._before,))
-
-    def undo(self) -> None:
-        """Put back what was there, unless it was replaced since."""
-        if vars(self._owner).get(self._name) is self:
-            delattr(self._owner, self._name)
-            if self._before is not None:
-                setattr(self._owner, self._name, self._before)
-
-
-def _same(value: Any) -> Any:
-    return value
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _accumulates(trainer: Trainer, pl_module: LightningModule) -> bool:

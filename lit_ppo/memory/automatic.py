@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.loops.optimization.closure import AbstractClosure
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lit_ppo.memory.logs import LogRecorder
@@ -18,7 +19,7 @@ from lit_ppo.memory.ranks import Ranks
 from lit_ppo.memory.report import memory_report
 from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.memory.split import Splitter, combine
-from lit_ppo.memory.undo import OutOfMemoryReport, RandomStates, Snapshot, is_out_of_memory
+from lit_ppo.memory.undo import OutOfMemoryReport, RandomStates, Snapshot, batch_dependent_layers, is_out_of_memory
 
 
 @dataclass
@@ -56,6 +57,7 @@ class UndoableSteps:
         self._make = trainer.fit_loop.epoch_loop.automatic_optimization._make_closure
         self._window: list[Batch] = []
         self._start: Snapshot | None = None
+        self._checked = False
 
     def make_closure(
         self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int
@@ -79,7 +81,7 @@ class UndoableSteps:
         if not self.policy.recover:
             try:
                 return batch.make(batch.kwargs).closure()
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 raise OutOfMemoryReport(memory_report(module, phase="train", error=error)) from error
@@ -105,7 +107,10 @@ class UndoableSteps:
                 self._run(earlier, size, recorder)
             batch.random.restore()
             recorder.clear()
-            return self._run(batch, size, recorder)
+            result = self._run(batch, size, recorder)
+            if size < rows:
+                self._check_cut(batch)
+            return result
 
         trainable = [p for p in module.parameters() if p.requires_grad]
         rows = self.splitter.rows(whole)
@@ -113,6 +118,20 @@ class UndoableSteps:
             result = self.policy.run("train", rows, body, module=module, parameters=trainable, snapshot=self._start)
         recorder.replay()
         return result
+
+    def _check_cut(self, batch: Batch) -> None:
+        """Say once that a step draws random numbers or changes buffers, so that it is another one in pieces."""
+        if self._checked or self._start is None:
+            return
+        self._checked = True
+        if batch_dependent_layers(self._module):
+            return  # of these the policy speaks
+        drew = ["random numbers"] if batch.random.moved() else []
+        if uses := [*drew, *(f"the buffer `{name}`" for name in self._start.changed_buffers()[:3])]:
+            rank_zero_warn(
+                "OOMGuard: a batch was cut, and its result is not exactly that of the whole batch, since "
+                f"`training_step` uses {' and '.join(uses)} piece by piece."
+            )
 
     def _run(self, batch: Batch, size: int, recorder: LogRecorder) -> ClosureResult:
         """Forward and backward in pieces of at most `size` rows; the losses add up to the mean of the whole batch."""

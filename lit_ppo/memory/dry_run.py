@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +22,12 @@ def largest_that_fits(
     agree: Callable[[int], int],
     device: torch.device,
     settle: Callable[[], None] = lambda: None,
+    snapshot: Snapshot | None = None,
+    whole: bool = False,
 ) -> int | None:
-    """Return the largest size at which `body(size)` does not run out of memory on any rank; None: all rows fit.
+    """Return the largest size at which `body(size)` does not run out of memory on any rank.
+
+    None if all rows fit; 0 if they do not and only `whole` was asked for.
 
     Random states, buffers and metrics are put back and gradients dropped after every try. Sizes are halved until one
     fits, then the gap is bisected. Every rank tries the same sizes.
@@ -35,11 +40,13 @@ def largest_that_fits(
         agree: Maximum of an integer over all ranks.
         device: Where memory is short.
         settle: Called after a try that ran out of memory.
+        snapshot: The state to put back; None: the module's state now.
+        whole: Smaller sizes are not tried.
 
     Raises:
-        OutOfMemoryReport: One row does not fit.
+        OutOfMemoryReport: One row does not fit, and it was tried.
     """
-    snapshot = Snapshot(module)
+    snapshot = Snapshot(module) if snapshot is None else snapshot
     report: str | None = None
 
     def fits(size: int) -> bool:
@@ -48,7 +55,7 @@ def largest_that_fits(
         try:
             with _leaving(headroom, device, agree):
                 body(size)
-        except RuntimeError as problem:
+        except (RuntimeError, MemoryError) as problem:
             if not is_out_of_memory(problem):
                 raise
             failed = True
@@ -68,6 +75,8 @@ def largest_that_fits(
     most = agree(rows)  # uneven ranks try the same sizes
     low, high = most, most + 1
     while not fits(low):
+        if whole:
+            return 0
         if low == 1:
             raise OutOfMemoryReport(report or "Another rank cannot fit one row in the dry run; all ranks stop here.")
         low, high = low // 2, low
@@ -78,6 +87,16 @@ def largest_that_fits(
         else:
             high = middle
     return low if low < most else None
+
+
+def unoptimized(module: nn.Module, optimizers: Iterable[Any]) -> tuple[dict[str, nn.Parameter], bool]:
+    """Return the parameters that no optimizer has, and whether they are few enough to copy.
+
+    A teacher that a step moves is about as large as what is trained; a frozen backbone is larger, and nothing moves it.
+    """
+    optimized = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    others = {name: p for name, p in module.named_parameters() if id(p) not in optimized}
+    return others, 2 * sum(p.nbytes for p in others.values()) <= sum(p.nbytes for p in module.parameters())
 
 
 @contextmanager

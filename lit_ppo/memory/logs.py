@@ -35,12 +35,19 @@ class LogRecorder:
 
     def __enter__(self) -> LogRecorder:
         self._own = vars(self._module).get("log")
+        # Lightning gives callbacks the module's method, as `self.log`
+        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        self._callbacks = [(c, c.log) for c in callbacks if getattr(c, "log", None) == self._module.log]
+        for callback, _ in self._callbacks:
+            callback.log = self._record
         self._module.log = self._record  # type: ignore[method-assign]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for callback, log in self._callbacks:
+            callback.log = log
         if self._own is None:
             del self._module.log
         else:

@@ -18,7 +18,7 @@ class StepUndo:
     """What one `training_step` changes besides buffers and random states, to be put back.
 
     Weights and optimizer state that a step overwrites are copied to the host before it, except before the last step of
-    a `training_step`, after which little can fail.
+    a `training_step` in which all optimizers step, after which little can fail.
 
     Args:
         trainer: Its progress, schedulers and the options of its optimizers are put back.
@@ -43,13 +43,17 @@ class StepUndo:
             for g in o.param_groups
         ]
         self._copies: dict[int, tuple[optim.Optimizer, list[tuple[Tensor, Tensor, dict[str, Any]]]]] = {}
+        self._optimizers = {id(o) for o in trainer.optimizers}
+        self._stepped: set[int] = set()
         self._missed = False
 
     @torch.no_grad()
     def before_step(self, optimizer: optim.Optimizer) -> None:
         """Copy what the step of `optimizer` will overwrite, unless it was copied already or this is the last step."""
         self.steps += 1
-        if self._expected is not None and self.steps >= self._expected:
+        self._stepped.add(id(optimizer))
+        # an optimizer that has not stepped may be one that steps every few batches: then this step is not the last
+        if self._expected is not None and self.steps >= self._expected and self._stepped >= self._optimizers:
             self._missed = self._missed or id(optimizer) not in self._copies
             return
         if id(optimizer) in self._copies:
@@ -104,6 +108,7 @@ class StepUndo:
                 else:
                     group[key] = kept
         self.steps = 0
+        self._stepped.clear()
 
     def _give_up(self, reason: str) -> None:
         raise OutOfMemoryReport(

@@ -138,8 +138,9 @@ class OOMPolicy:
         """Check every value."""
         if self.on_batch_dependent not in ("refuse", "warn"):
             raise ValueError(f"`on_batch_dependent={self.on_batch_dependent!r}` must be 'refuse' or 'warn'.")
-        if self.grow_after is not None and self.grow_after < 1:
-            raise ValueError(f"`grow_after={self.grow_after!r}` must be >= 1 units, or None to never grow back.")
+        grow = self.grow_after
+        if grow is not None and (not isinstance(grow, int) or isinstance(grow, bool) or grow < 1):
+            raise ValueError(f"`grow_after={grow!r}` must be a whole number >= 1 of units, or None to never grow back.")
         self._warned = False
 
     def size(self, phase: str, wanted: int) -> int:
@@ -206,6 +207,8 @@ class OOMPolicy:
                 raise RuntimeError(f"The attempt at {phase!r} was not entered. Put its body into `with attempt:`.")
             if not self.recover:
                 return
+            if attempt.error is not None and agree is not _alone:  # the others may never come to agree
+                log.warning("Out of memory in %s at size %d; asking the other ranks. %s", phase, limit, attempt.error)
             try:
                 verdict = agree(self._vote(attempt, uses, uncut))
             except RuntimeError as problem:
@@ -285,16 +288,17 @@ class OOMPolicy:
     def _vote(self, attempt: Attempt, module: nn.Module | None, uncut: str) -> int:
         if attempt.error is None:
             return _DONE
-        if uncut or self._may_not_cut(module):
+        if uncut or self.may_not_cut(module):
             return _AGAIN if attempt.number == 0 else _STOP
         return _STOP - attempt.size // 2
 
-    def _may_not_cut(self, module: nn.Module | None) -> list[str]:
+    def may_not_cut(self, module: nn.Module | None) -> list[str]:
+        """Name the layers of a module that forbid cutting."""
         return batch_dependent_layers(module) if module is not None and self.on_batch_dependent == "refuse" else []
 
     def _check_cut(self, phase: str, size: int, limit: int, module: nn.Module | None) -> None:
         """Refuse, or say once, that a batch is cut whose result depends on it."""
-        if refused := self._may_not_cut(module):
+        if refused := self.may_not_cut(module):
             raise RuntimeError(
                 f"The unit {phase!r} has {size} rows and at most {limit} fit, but cutting it would change its result: "
                 f"{_some(refused)} depend on how a batch is cut. Use batches of {limit}, switch these layers off, or "
@@ -312,7 +316,7 @@ class OOMPolicy:
             return "Another rank ran out of memory for good; all ranks stop here."
         if uncut:
             return uncut
-        if layers := self._may_not_cut(module):
+        if layers := self.may_not_cut(module):
             return (
                 f"The batch was not cut because {_some(layers)} depend on how a batch is cut: switch these layers off, "
                 "or accept the difference with `on_batch_dependent='warn'`."

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
+
+# MPS, NCCL and drivers say the first, cuBLAS, cuDNN, cuSOLVER and cuFFT the second, the host's allocator the third.
+_FAILED_ALLOCATION = re.compile(r"out of memory|CU[A-Z]+_(STATUS_)?ALLOC_FAILED|DefaultCPUAllocator", re.IGNORECASE)
 
 _METRIC_CACHE = ("_update_count", "_computed", "_forward_cache")
 
@@ -19,12 +24,12 @@ class OutOfMemoryReport(torch.OutOfMemoryError):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error` is an allocation that failed (CUDA, cuBLAS, CPU), and not already a report of one."""
+    """Whether `error` is an allocation that failed, of a device, a library or the host, and no report of one."""
     if error is None or isinstance(error, OutOfMemoryReport):
         return False
-    return (
-        isinstance(error, torch.OutOfMemoryError) or is_oom_error(error) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
-    )
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_oom_error(error):
+        return True
+    return isinstance(error, RuntimeError) and _FAILED_ALLOCATION.search(str(error)) is not None
 
 
 def release_memory() -> None:
@@ -105,14 +110,23 @@ class Snapshot:
         module: Whose buffers and metrics to keep; None keeps the global random states alone.
         evaluating: Keep the persistent buffers of layers in eval mode too: evaluation counts in them.
         temporary: Keep the buffers outside the state dict too (masks and rotary tables are among them).
+        weights: Parameters to keep, on the host.
     """
 
-    def __init__(self, module: nn.Module | None = None, *, evaluating: bool = False, temporary: bool = False) -> None:
-        self._arguments = {"module": module, "evaluating": evaluating, "temporary": temporary}
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        evaluating: bool = False,
+        temporary: bool = False,
+        weights: Iterable[nn.Parameter] = (),
+    ) -> None:
+        self._arguments: dict[str, Any] = {"module": module, "evaluating": evaluating, "temporary": temporary}
+        self._weights = [(p, p.detach().to("cpu", copy=True)) for p in weights]
         self.random = RandomStates(module)
         layers = list(module.named_modules()) if module is not None else []
         self._buffers = [
-            (layer, name, f"{path}.{name}".lstrip("."), buffer, buffer.detach().clone(), buffer._version)
+            (layer, name, f"{path}.{name}".lstrip("."), buffer, buffer.detach().clone())
             for path, layer in layers
             if layer.training or evaluating
             for name, buffer in layer.named_buffers(recurse=False)
@@ -125,22 +139,25 @@ class Snapshot:
 
     def renewed(self) -> Snapshot:
         """Return a snapshot of the same things as they are now."""
-        return Snapshot(**self._arguments)  # type: ignore[arg-type]
+        return Snapshot(**self._arguments, weights=[p for p, _ in self._weights])
 
     def changed_buffers(self) -> list[str]:
-        """Name the buffers that were changed or replaced since, those of metrics aside."""
-        return [
-            name
-            for layer, key, name, buffer, _, version in self._buffers
-            if not _is_metric(layer) and (layer._buffers.get(key) is not buffer or buffer._version != version)
-        ]
+        """Name the buffers that have other values now, those of metrics aside."""
+        kept = [entry for entry in self._buffers if not _is_metric(entry[0])]
+        now = [(name, layer._buffers.get(key), value) for layer, key, name, _, value in kept]
+        return [name for name, buffer, value in now if buffer is not None and not torch.equal(buffer, value)]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, also buffers that were replaced by another tensor."""
         self.random.restore()
-        for layer, key, _, buffer, value, _ in self._buffers:
-            layer._buffers[key] = buffer.copy_(value)
+        for parameter, weight in self._weights:
+            parameter.copy_(weight)
+        for layer, key, _, buffer, value in self._buffers:
+            if buffer.is_inference():  # made by an evaluation; it cannot be written to outside
+                layer._buffers[key] = value.clone()
+            else:
+                layer._buffers[key] = buffer.copy_(value)
         for metric, state in self._metrics:
             vars(metric).update({name: _copied(value) for name, value in state.items()})
 

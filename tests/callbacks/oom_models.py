@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_ppo.callbacks import OOMGuard
 from lit_ppo.memory.retry import retry
 
 
@@ -42,6 +43,13 @@ class OutOfMemoryAt(Callback):
 
         layer.register_forward_hook(forward)
         pl_module.before_clip = lambda: self.check("clip")
+
+
+class Rehearsing(OOMGuard):
+    """Runs its dry run on the CPU, too."""
+
+    def _counts_memory(self, pl_module):
+        return True
 
 
 class CNN(LightningModule):

@@ -27,6 +27,7 @@ from oom_models import (  # noqa: E402
     GAN,
     Cuttable,
     OutOfMemoryAt,
+    Rehearsing,
     TextClassifier,
     difference,
     fit,
@@ -45,7 +46,7 @@ results, events = {}, []
 def compare(name, make, data, layer, at, on, bound, *, errors=1, unused=False, **kwargs):
     """Train undisturbed without the guard, then with it and errors on rank `on` (None: on both); compare the states."""
     runs = []
-    for callbacks in ([], [OOMGuard(dry_run=name == "undisturbed"), OutOfMemoryAt(layer, at, on)]):
+    for callbacks in ([], [Rehearsing(dry_run=name == "undisturbed"), OutOfMemoryAt(layer, at, on)]):
         strategy = DDPStrategy(process_group_backend="gloo", find_unused_parameters=unused)
         module, _ = fit(make, data(seed=rank), *callbacks, strategy=strategy, devices=2, **kwargs)
         runs.append(module)

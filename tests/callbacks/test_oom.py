@@ -17,6 +17,7 @@ from oom_models import (
     GAN,
     Cuttable,
     OutOfMemoryAt,
+    Rehearsing,
     TextClassifier,
     difference,
     fit,
@@ -68,7 +69,7 @@ def test_a_guarded_run_without_errors_is_bit_equal():
     for make, data in ((CNN, images), (GAN, points), (TextClassifier, texts)):
         logged, guarded = Logged(), Logged()
         expected, _ = fit(make, data(), logged)
-        got, _ = fit(make, data(), OOMGuard(), guarded)
+        got, _ = fit(make, data(), Rehearsing(), guarded)
         assert difference(expected, got) == 0
         assert guarded.steps == logged.steps
         assert guarded.epoch == logged.epoch
@@ -305,7 +306,7 @@ class OutOfMemoryAbove(Callback):
 @pytest.mark.parametrize("fits", [1, 3, 5, 7, 8])
 def test_the_dry_run_finds_the_largest_size(fits):
     expected, _ = fit(plain, images(), precision="64-true")
-    guard = OOMGuard()
+    guard = Rehearsing()
     got, _ = fit(plain, images(), guard, OutOfMemoryAbove(fits), precision="64-true")
     assert guard.policy.sizes == ({} if fits == 8 else {"train": fits})
     assert guard.policy.events == {}
@@ -320,7 +321,7 @@ def test_the_dry_run_takes_the_worst_case_it_is_given():
     class Says(CNN):
         worst_case_batch = worst_case
 
-    for make, guard in ((plain, OOMGuard(worst_case=worst_case)), (lambda: Says(norm=False), OOMGuard())):
+    for make, guard in ((plain, Rehearsing(worst_case=worst_case)), (lambda: Says(norm=False), Rehearsing())):
         limit = OutOfMemoryAbove(13)
         fit(make, images(), guard, limit, precision="64-true")
         assert guard.policy.sizes == {"train": 13}
@@ -330,12 +331,18 @@ def test_the_dry_run_takes_the_worst_case_it_is_given():
 
 def test_a_dry_run_that_fits_nothing_stops_before_training():
     with pytest.raises(OutOfMemoryReport, match=r"(?s)in the dry run, size 1.*One row does not fit with 10%"):
-        fit(plain, images(), OOMGuard(), OutOfMemoryAbove(0))
+        fit(plain, images(), Rehearsing(), OutOfMemoryAbove(0))
 
 
 def test_a_dry_run_does_not_let_batch_norm_be_cut():
-    with pytest.raises(RuntimeError, match=r"has 8 rows and at most 4 fit.*`norm` depend"):
-        fit(CNN, images(), OOMGuard(), OutOfMemoryAbove(4))
+    guard, limit = Rehearsing(), OutOfMemoryAbove(4)
+    with (
+        pytest.warns(UserWarning, match=r"8 rows does not fit with 10% of the memory left free.*`norm` depends"),
+        pytest.raises(OutOfMemoryReport, match=r"not cut because `norm` depend"),
+    ):
+        fit(CNN, images(), guard, limit)
+    assert limit.seen == [8, 8, 8]  # the dry run, the step, and once more
+    assert guard.policy.sizes == {}
 
 
 class DryRuns(Cuttable):
@@ -454,11 +461,19 @@ def test_the_module_is_left_as_it_was():
     [
         ({"headroom": 1.0}, r"`headroom=1.0` must be at least 0 and below 1"),
         ({"headroom": -0.1}, r"`headroom=-0.1` must be at least 0"),
+        ({"headroom": None}, r"`headroom=None` must be"),
+        ({"headroom": float("nan")}, r"`headroom=nan` must be"),
         ({"timeout": 0}, r"`timeout=0` must be > 0"),
+        ({"timeout": "1"}, r"`timeout='1'` must be > 0"),
+        ({"timeout": float("inf")}, r"`timeout=inf` must be .* finite"),
+        ({"dry_run": "no"}, r"`dry_run='no'` must be True or False"),
+        ({"grow_after": 1.5}, r"`grow_after=1.5` must be a whole number"),
+        ({"grow_after": True}, r"`grow_after=True` must be"),
+        ({"grow_after": "3"}, r"`grow_after='3'` must be"),
         ({"weight": "rows"}, r"`weight='rows'` must be a function"),
         ({"split_batch": 2}, r"`split_batch=2` must be a function"),
         ({"on_batch_dependent": "ignore"}, r"`on_batch_dependent='ignore'` must be"),
-        ({"grow_after": 0}, r"`grow_after=0` must be >= 1"),
+        ({"grow_after": 0}, r"`grow_after=0` must be a whole number >= 1"),
         ({"worst_case": len, "dry_run": False}, r"`worst_case` is what the dry run runs"),
     ],
 )
