@@ -67,12 +67,24 @@ def check_devices(module: PPOHarness) -> None:
     rewards = [] if module.rewards is None else module.rewards.rewards
     placed = [("reference", getattr(config, "device", None)), *(("reward", reward.config.device) for reward in rewards)]
     for role, name in placed:
-        if not isinstance(name, str):
-            continue
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise ValueError(f"`{role}.device={name!r}` is no device. Write one such as 'cpu' or 'cuda:1'.") from error
-        count = torch.cuda.device_count()
-        if device.type == "cuda" and (device.index or 0) >= count:
-            raise ValueError(f"`{role}.device={name!r}` does not exist: this machine has {count} CUDA devices.")
+        if isinstance(name, str):
+            check_device_exists(f"{role}.device", name)
+
+
+def check_device_exists(option: str, name: str) -> None:
+    """Check that a device exists.
+
+    Args:
+        option: What names it, for the error.
+        name: Such as "cuda:1".
+
+    Raises:
+        ValueError: It does not.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"`{option}={name!r}` is no device. Write one such as 'cpu' or 'cuda:1'.") from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"`{option}={name!r}` does not exist: this machine has {count} CUDA devices.")

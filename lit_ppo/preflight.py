@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lit_ppo.checks import check_columns, check_devices, check_effect
-from lit_ppo.config import LoRAConfig, PPOConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.config import LAYOUTS, LoRAConfig, PPOConfig, RoleConfig, SamplingConfig, choice, from_dict
 from lit_ppo.data import PromptDataModule
 from lit_ppo.experience import Prompts
 from lit_ppo.output import check_output
@@ -39,6 +39,7 @@ def check_options(sampling: SamplingConfig, ppo: PPOConfig, layout: str, lora: L
     Raises:
         ValueError: They contradict each other.
     """
+    choice("", "layout", layout, LAYOUTS)
     if sampling.temperature == 0:
         raise ValueError(
             "`sampling.temperature=0` is greedy decoding: nothing is explored and every log-prob is 0 or -inf. "
@@ -90,9 +91,9 @@ def check_run(module: PPOHarness, stage: str) -> None:
     for config in (module.sampling_config, module.eval_sampling_config):
         sampling = resolved(module, config)
         if not sampling.stop.numel():
+            none = "is empty" if config.stop_tokens == [] else "is not set, and the tokenizer has no EOS token"
             rank_zero_warn(
-                "The tokenizer has no EOS token and `sampling.stop_tokens` is not set: every response will run to "
-                f"`max_new_tokens={sampling.max_new_tokens}`."
+                f"`sampling.stop_tokens` {none}: every response will run to `max_new_tokens={sampling.max_new_tokens}`."
             )
     if isinstance(trainer.datamodule, PromptDataModule):
         check_columns(module, trainer.datamodule, stage)

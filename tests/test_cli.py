@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -214,6 +215,8 @@ def test_generate_options(capsys, monkeypatch):
     assert "`--prompt` is empty" in capsys.readouterr().err
     assert main([*generate, "--prompt", "w1", "--max-new-tokens", "900"]) == 1
     assert "exceed the actor's context of 64" in capsys.readouterr().err
+    assert main([*generate, "--prompt", "w1", "--device", "cuda:99"]) == 1
+    assert "`--device='cuda:99'` does not exist: this machine has" in capsys.readouterr().err
     assert main([*generate, "--prompt", "w1", "--temperature", "-1"]) == 1
     assert "`sampling.temperature=-1.0` must be >= 0" in capsys.readouterr().err
 
@@ -368,6 +371,18 @@ def test_a_file_that_is_no_checkpoint_is_said_to_be_none(capsys):
             assert main([*command, f"{name}.ckpt"]) == 1
             assert f"error: `{option}='{name}.ckpt'` {what}" in capsys.readouterr().err
     assert not Path("outputs").exists()
+
+
+def test_a_full_disk_says_what_is_left(capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        assert main(["fit", "--config", "run.yaml"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    assert "cannot be written: File too large after" in said
+    assert "Stopped in iteration 2; the metrics are in outputs/version_0. No checkpoint was written yet." in said
 
 
 def test_a_folder_that_cannot_be_written_names_its_option(capsys):

@@ -255,6 +255,13 @@ EARLY: list[tuple[str, Callable[[Path], dict[str, Any]], str]] = [
         lambda _: {"ppo": {"advantage": "reinforce_pp", "lam": 0.9}, "optim": {"critic_lr": 1e-3}},
         r"`ppo.lam`, `optim.critic_lr`: no effect, as `ppo.advantage='reinforce_pp'` has no critic",
     ),
+    (
+        "an actor that is a file",
+        lambda _: {"actor": __file__},
+        r"`actor='.*test_errors.py'` is a file. Give the folder",
+    ),
+    ("a huge seed", lambda _: {"seed": 2**70}, r"`seed=1180591620717411303424` does not fit into 63 bits"),
+    ("no stop token", lambda _: {"sampling": {"stop_tokens": []}}, r"`sampling.stop_tokens` is empty: every response"),
     ("a reward of 3", lambda _: {"reward": 3}, r"A reward is a folder, .*got int: 3"),
     ("no reward", lambda _: {"reward": None}, r"`reward` is missing: `fit` needs at least one"),
     ("no actor", lambda _: {"actor": None}, r"`actor` is missing: give a folder"),
@@ -586,6 +593,16 @@ def test_weights_that_cannot_be_read_name_their_role(tmp_path: Path, role: str) 
     sampling = SamplingConfig(max_new_tokens=4)
     with pytest.raises(ValueError, match=rf"`{role}='.*broken'`: its weights could not be loaded: "):
         tiny.fit(tmp_path, PPOLightningModule(reward=tiny.count_w1, sampling=sampling, **sources))
+
+
+def test_an_attention_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`actor.attn_implementation='flash_attention_9'` cannot be used: .*leave it"):
+        fit(tmp_path, actor=RoleConfig(source=tiny.folder(), attn_implementation="flash_attention_9"))
+
+
+def test_a_layout_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"`layout='share'` must be one of .*Did you mean 'shared'"):
+        PPOLightningModule(tiny.folder(), tiny.count_w1, layout="share")
 
 
 def test_a_seed_is_a_number() -> None:

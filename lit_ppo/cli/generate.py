@@ -48,6 +48,7 @@ def run(argv: list[str], **_: Any) -> None:
 
     import torch
 
+    from lit_ppo.checks import check_device_exists
     from lit_ppo.export import load_policy
     from lit_ppo.preflight import as_prompts
     from lit_ppo.rollout.base import PREDICT
@@ -55,8 +56,9 @@ def run(argv: list[str], **_: Any) -> None:
 
     names = ("max_new_tokens", "temperature", "samples_per_prompt")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    module = load_policy(args.ckpt, changes, args.seed)
-    module.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device_exists("--device", device)
+    module = load_policy(args.ckpt, changes, args.seed).to(device)
     if args.chat:
         prompts = [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
     sampling = module.eval_sampling

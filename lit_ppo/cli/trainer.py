@@ -184,7 +184,10 @@ class PPOCLI(LightningCLI):
         """Return what is kept of a fit that ends early, and the command that goes on with it."""
         kept = ""
         for callback in self.trainer.checkpoint_callbacks:
-            kept = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "") or kept
+            paths = [
+                getattr(callback, name, "") for name in ("last_model_path", "best_model_path")
+            ]  # may not be written yet
+            kept = next((path for path in paths if path and ("://" in path or Path(path).exists())), kept)
         stopped = f"Stopped in iteration {self.iteration}; the metrics are in {self.trainer.log_dir}."
         if not kept:
             return f"{stopped} No checkpoint was written yet."

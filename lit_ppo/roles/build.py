@@ -100,6 +100,8 @@ def plan_roles(
         ValueError: A source that does not exist, or options that contradict each other.
     """
     choice("", "layout", layout, LAYOUTS)
+    if abs(seed) >= 2**63:
+        raise ValueError(f"`seed={seed}` does not fit into 63 bits, as torch's generators need.")
     sources: dict[str, Any] = {
         name: _source(name, value) for name, value in (("actor", actor), ("critic", critic), ("reference", reference))
     }
@@ -321,6 +323,13 @@ def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: tor
     except (OSError, EOFError, UnpicklingError, SafetensorError) as error:
         raise ValueError(
             f"`{role}={source.source!r}`: its weights could not be loaded: {first_line(error)} Are they all there?"
+        ) from error
+    except (ImportError, ValueError) as error:
+        if source.attn_implementation is None or "attention" not in f"{error}{source.attn_implementation}".lower():
+            raise
+        raise ValueError(
+            f"`{role}.attn_implementation={source.attn_implementation!r}` cannot be used: {first_line(error)} "
+            "Install what it needs, or leave it out."
         ) from error
     if not trained:
         model.requires_grad_(False)  # before the transforms: only what is frozen may be quantized

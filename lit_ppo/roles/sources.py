@@ -32,6 +32,8 @@ def model_config(role: str, config: RoleConfig) -> Any:
                 else "Give the folder that `save_pretrained` wrote."
             )
         )
+    if source is not None and Path(source).is_file():
+        raise ValueError(f"`{role}={source!r}` is a file. Give the folder that `save_pretrained` wrote.")
     if source is not None and not Path(source).exists() and (source[:1] in "./~" or source.count("/") > 1):
         raise ValueError(
             f"`{role}={source!r}` cannot be read: there is no such folder. Check the spelling, or give a Hugging Face "
