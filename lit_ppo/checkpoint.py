@@ -84,6 +84,27 @@ def state(module: PPOHarness) -> dict[str, Any]:
     }
 
 
+def name_optimizer_states(module: PPOHarness, ckpt: dict[str, Any]) -> None:
+    """Replace the numbers that optimizer states call their weights by with the weights' names.
+
+    Loading by order goes on as before. Sharded runs load by name; they save so too.
+
+    Args:
+        module: Attached to its trainer.
+        ckpt: What Lightning saves, changed in place.
+    """
+    if module.sharding.sharded:
+        return
+    names = {id(p): name for name, p in module.named_parameters()}
+    for optimizer, state in zip(module.trainer.optimizers, ckpt.get("optimizer_states", ()), strict=False):
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        saved = (key for group in state["param_groups"] for key in group["params"])
+        name_of = {key: names[id(p)] for key, p in zip(saved, held, strict=True)}
+        state["state"] = {name_of[key]: value for key, value in state["state"].items()}
+        for group in state["param_groups"]:
+            group["params"] = [name_of[key] for key in group["params"]]
+
+
 def restore(module: PPOHarness, ckpt: dict[str, Any]) -> None:
     """Take back what `state` returned.
 

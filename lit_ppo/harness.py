@@ -353,6 +353,7 @@ class PPOHarness(LightningModule):
         """Save counters, controllers, random states and the fingerprints of the frozen roles."""
         self.save_logs()
         ckpt["lit_ppo"] = checkpoint.state(self)
+        checkpoint.name_optimizer_states(self, ckpt)
 
     def on_load_checkpoint(self, ckpt: dict[str, Any]) -> None:
         """Go on as if nothing had happened, or say why that is impossible."""
