@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from types import CodeType
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -25,10 +30,21 @@ def as_list(owner: str, option: str, value: str | Iterable[str]) -> list[str]:
     Raises:
         ValueError: There is none, or one that is empty or not a string.
     """
-    patterns = [value] if isinstance(value, str) else list(value)
+    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []
     if not patterns or not all(isinstance(p, str) and p.strip() for p in patterns):
         raise ValueError(f"`{owner}({option}={value!r})` must be a name or pattern, or a list of them, none empty.")
     return patterns
+
+
+def check_flags(owner: str, **flags: bool) -> None:
+    """Check options that are on or off.
+
+    Raises:
+        ValueError: One is neither True nor False.
+    """
+    for option, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"`{owner}({option}={value!r})` must be True or False.")
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -57,6 +73,40 @@ def outermost(chosen: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {n: m for n, m in chosen.items() if not any(o != n and (not o or n.startswith(f"{o}.")) for o in chosen)}
 
 
+class _Pending:
+    """Stands in for an instance's `configure_model` until that is called, and then calls what waits for it.
+
+    A copy of the module gets the original instead: it shares neither the trainer nor what is to be done.
+    """
+
+    def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trainer = trainer
+        self.module = pl_module
+        self.own = vars(pl_module).get("configure_model")
+        self.original = pl_module.configure_model
+        self.acts: dict[object, tuple[bool, Callable[[], None]]] = {}
+        object.__setattr__(pl_module, "configure_model", self)
+
+    @property
+    def __code__(self) -> CodeType:
+        """What tells Lightning that the hook is overridden, so that it calls it."""
+        return type(self).__call__.__code__
+
+    def withdraw(self) -> None:
+        vars(self.module).pop("configure_model")
+        if self.own is not None:
+            object.__setattr__(self.module, "configure_model", self.own)
+
+    def __call__(self) -> None:
+        self.withdraw()
+        self.original()
+        for _, act in sorted(self.acts.values(), key=lambda entry: entry[0]):
+            act()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.original, memo)
+
+
 def after_configure_model(
     trainer: Trainer, pl_module: LightningModule, owner: object, act: Callable[[], None], *, first: bool = False
 ) -> None:
@@ -72,29 +122,28 @@ def after_configure_model(
         act: Called without arguments.
         first: Before those of other callbacks, whatever their order in the list.
     """
-    pending = vars(pl_module).get("_after_configure_model")
-    if pending is not None and pending[0] is trainer:
-        acts = pending[1]
-        acts.pop(owner, None)
-        acts[owner] = (not first, act)
-        return
-    if pending is not None:  # of a run that failed before it got there
-        vars(pl_module).pop("configure_model", None)
-    acts = {owner: (not first, act)}
-    object.__setattr__(pl_module, "_after_configure_model", (trainer, acts))
-    own = vars(pl_module).get("configure_model")
-    original = pl_module.configure_model
+    pending = vars(pl_module).get("configure_model")
+    if isinstance(pending, _Pending) and pending.trainer is not trainer:  # of a run that failed before it got there
+        pending.withdraw()
+        pending = None
+    if not isinstance(pending, _Pending):
+        pending = _Pending(trainer, pl_module)
+    pending.acts.pop(owner, None)
+    pending.acts[owner] = (not first, act)
 
-    def configure_model() -> None:
-        for name in ("configure_model", "_after_configure_model"):
-            vars(pl_module).pop(name)
-        if own is not None:
-            object.__setattr__(pl_module, "configure_model", own)
-        original()
-        for _, call in sorted(acts.values(), key=lambda entry: entry[0]):
-            call()
 
-    object.__setattr__(pl_module, "configure_model", configure_model)
+def withdraw(pl_module: LightningModule) -> None:
+    """Forget what still waits for `configure_model`: the run ends without it."""
+    pending = vars(pl_module).get("configure_model")
+    if isinstance(pending, _Pending):
+        pending.withdraw()
+
+
+def warn_of_finders(trainer: Trainer, owner: str, consequence: str) -> None:
+    """Say that Lightning's batch size and learning rate finders run before a callback starts."""
+    finders = [type(c).__name__ for c in trainer.callbacks if isinstance(c, (BatchSizeFinder, LearningRateFinder))]  # type: ignore[attr-defined]
+    if finders and trainer.state.fn == "fit":
+        rank_zero_warn(f"`{', '.join(finders)}` runs before `{owner}` starts, so {consequence}.")
 
 
 def log_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:
