@@ -24,8 +24,12 @@ class Engine:
     """Whether a backward will follow."""
     measuring: bool = True
     calls: int = 0
+    """Not counted where torch.compile traces: a counter would become a guard and recompile at every call."""
+    compiled: bool = False
     live: int = 0
+    """Bytes not kept of the calls whose backward is still to come."""
     peak: int = 0
+    """The most that a backward found."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         return self
@@ -37,9 +41,10 @@ class Engine:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `function`; keep its inputs instead of its activations."""
-        self.calls += 1
         if torch.compiler.is_compiling():  # which allows no contexts of ours
+            self.compiled = True
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        self.calls += 1
         module = _module_of(function)
         contexts = partial(self._contexts, module, [args, kwargs, _bound(function)])
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -59,12 +64,30 @@ class _Region:
     module: nn.Module | None
     dtype: torch.dtype
     nbytes: int = 0
-    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+    moved: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+    """Buffers that the forward changed, as they were before it: power iterations, running statistics."""
+    now: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
     outer_dtype: torch.dtype = torch.float32
+
+    def __del__(self) -> None:
+        """The graph is gone, with or without a backward."""
+        self.engine.live -= self.nbytes
 
     @contextmanager
     def forward(self, inputs: list[Any]) -> Iterator[None]:
-        """Count the storages that autograd saves: neither weights nor inputs, which are kept anyway."""
+        """Note which buffers move, and count the storages that autograd saves."""
+        before = [(m, n, b, b._version, b.clone()) for m, n, b in _buffers(self.module) if not b.is_inference()]
+        with self._counting(inputs):
+            yield
+        for module, name, buffer, version, copy in before:
+            if buffer._version != version or _tracks(module):  # batch-norm kernels do not raise the version
+                self.moved.append((module, name, copy))
+            elif module._buffers.get(name) is not buffer:
+                self.moved.append((module, name, buffer))
+
+    @contextmanager
+    def _counting(self, inputs: list[Any]) -> Iterator[None]:
+        """Count neither weights nor inputs, which are kept anyway."""
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
         if not self.engine.measuring or top is None:
             yield
@@ -86,24 +109,30 @@ class _Region:
         self.nbytes = sum(s.nbytes() for pointer, s in seen.items() if pointer not in known)
         seen.clear()  # the graph keeps the hooks, and they would keep every activation of the first batch
         self.engine.live += self.nbytes
-        self.engine.peak = max(self.engine.peak, self.engine.live)
 
     def __enter__(self) -> None:
-        """Recompute under the default dtype of the forward, without moving running statistics a second time."""
-        self.engine.live -= self.nbytes
+        """Recompute under the default dtype of the forward, from its buffers, without moving them a second time."""
+        engine = self.engine
+        engine.peak = max(engine.peak, engine.live)
+        engine.live -= self.nbytes
         self.nbytes = 0
-        norms = [] if self.module is None else [m for m in self.module.modules() if _tracks(m)]
-        self.buffers = [(m, name, b) for m in norms for name, b in m.named_buffers(recurse=False)]
-        for module, name, buffer in self.buffers:
-            setattr(module, name, buffer.clone())
+        self.now = [(module, name, module._buffers[name]) for module, name, _ in self.moved]  # type: ignore[misc]
+        for module, name, buffer in self.moved:
+            module._buffers[name] = buffer.clone()
         self.outer_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
 
     def __exit__(self, *error: object) -> None:
         """Put back what was there."""
         torch.set_default_dtype(self.outer_dtype)
-        for module, name, buffer in self.buffers:
-            setattr(module, name, buffer)
+        for module, name, buffer in self.now:
+            module._buffers[name] = buffer
+        self.now = []
+
+
+def _buffers(module: nn.Module | None) -> list[tuple[nn.Module, str, Tensor]]:
+    owners = [] if module is None else module.modules()
+    return [(m, name, b) for m in owners for name, b in m._buffers.items() if b is not None]
 
 
 def _tracks(module: nn.Module) -> bool:

@@ -16,7 +16,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lit_ppo.callbacks._common import as_list, clean_name, log_metrics, matches, nearest, outermost, prefixes
+from lit_ppo.callbacks._common import (
+    as_list,
+    clean_name,
+    log_metrics,
+    matches,
+    nearest,
+    outermost,
+    prefixes,
+    warn_of_finders,
+)
 from lit_ppo.callbacks._recompute import Engine
 
 _METRIC = "memory/activations_saved_gib"
@@ -35,8 +44,8 @@ class GradientCheckpointing(Callback):
     and ``generate`` run as if it were not there. A LightningModule that has ``phase_listeners`` (a list of functions
     called with the name of the phase that starts, or None) gets it in its phase ``"update"`` alone.
 
-    The bytes that would have been kept are counted in the first training batch (the most at any one time) and sent to
-    the loggers once.
+    The bytes that would have been kept are counted in the first training batch (the most that a backward found, in a
+    trial of `OOMGuard` too) and sent to the loggers once.
 
     Args:
         modules: What to checkpoint: class names (``"Block"``) or globs on submodule names (``"encoder.layers.*"``).
@@ -46,10 +55,11 @@ class GradientCheckpointing(Callback):
             recomputes half.
 
     Attributes:
-        bytes_saved: Activation bytes not kept, on this rank; None before the first training batch has ended.
+        bytes_saved: Activation bytes not kept, on this rank; None before the first training batch has ended, and where
+            all that is checkpointed runs inside code compiled by torch.compile.
 
     Raises:
-        ValueError: `every_n` below 1, an empty pattern, one that matches nothing, a module that is checkpointed
+        ValueError: `every_n` no integer or below 1, an empty pattern, one that matches nothing, a module checkpointed
             already, or a strategy with a checkpointing policy of its own.
 
     Logs ``memory/activations_saved_gib``, once, for rank 0.
@@ -64,18 +74,21 @@ class GradientCheckpointing(Callback):
 
     def __init__(self, modules: str | list[str] | None = None, every_n: int = 1) -> None:
         super().__init__()
-        if every_n < 1:
-            raise ValueError(f"`GradientCheckpointing(every_n={every_n!r})` must be >= 1; 1 checkpoints every module.")
+        if type(every_n) is not int or every_n < 1:
+            raise ValueError(
+                f"`GradientCheckpointing(every_n={every_n!r})` must be an integer >= 1; 1 checkpoints every module."
+            )
         self.modules = None if modules is None else as_list("GradientCheckpointing", "modules", modules)
         self.every_n = every_n
         self.bytes_saved: int | None = None
-        self._engine = Engine(None, lambda: False)
+        self._engine = Engine(None, _never)
         self._updating = False
         self._undo: list[Callable[[], None]] = []
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a strategy that checkpoints by itself."""
+        warn_of_finders(trainer, "GradientCheckpointing", "what they find is for a run without it")
         if getattr(trainer.strategy, "_activation_checkpointing_kwargs", None):
             raise ValueError(
                 "`GradientCheckpointing` and the `activation_checkpointing_policy` of "
@@ -102,8 +115,8 @@ class GradientCheckpointing(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count from here: what came before was a trial of another callback."""
-        if self.bytes_saved is None:
-            self._engine.calls = self._engine.live = self._engine.peak = 0
+        if self._engine.measuring:
+            self._engine.calls = self._engine.peak = 0
 
     @override
     def on_train_batch_end(
@@ -111,10 +124,12 @@ class GradientCheckpointing(Callback):
     ) -> None:
         """After the first batch, report what was saved."""
         engine = self._engine
-        if self.bytes_saved is not None:
+        if not engine.measuring:
             return
-        self.bytes_saved = engine.peak
         engine.measuring = False
+        if engine.compiled and not engine.calls:
+            return  # what compiled code keeps is not seen from here
+        self.bytes_saved = engine.peak
         if not engine.calls:
             rank_zero_warn(
                 "`GradientCheckpointing` is on, but nothing was recomputed in the first training step: no forward of "
@@ -139,6 +154,7 @@ class GradientCheckpointing(Callback):
     def _restore(self) -> None:
         while self._undo:
             self._undo.pop()()
+        self._engine.module, self._engine.wanted = None, _never  # they hold the model and the trainer
 
     def _on_phase(self, phase: str | None) -> None:
         self._updating = phase == "update"
@@ -149,6 +165,7 @@ class GradientCheckpointing(Callback):
         """Return the plain modules, and the transformers models with the layers to checkpoint in each."""
         named = {clean_name(n): m for n, m in pl_module.named_modules() if n and not isinstance(m, CheckpointWrapper)}
         models = outermost({n: m for n, m in named.items() if _has_switch(m)})
+        switched_by_model = {m for model in models.values() for m in model.modules()}
         if self.modules is None:
             chosen = dict(models)
             if not chosen:
@@ -174,7 +191,7 @@ class GradientCheckpointing(Callback):
         for name, module in chosen.items():
             unwrap: Any = getattr(module, "get_base_model", None)  # PEFT's wrapper
             base = module if unwrap is None else unwrap()
-            inside = set(base.modules()) if _has_switch(base) else {module} if _is_layer(module) else set()
+            inside = switched_by_model & (set(base.modules()) if _has_switch(base) else {module})
             found = {n: m for n, m in named.items() if m in inside and _is_layer(m)}
             if _has_switch(base) and not found:
                 raise ValueError(
@@ -226,7 +243,7 @@ class GradientCheckpointing(Callback):
         for m in flagged:
             m._gradient_checkpointing_func = run
             m.gradient_checkpointing = False  # until a forward with gradients
-        for m in layers:
+        for m in (model, *layers):
             object.__setattr__(m, _MARK, True)
             self._undo.append(partial(vars(m).pop, _MARK))
         for m in model.modules():
@@ -250,6 +267,10 @@ class _Switch:
             self.on = on
             for m in self.modules:
                 m.gradient_checkpointing = on
+
+
+def _never() -> bool:
+    return False
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -293,7 +314,8 @@ def _refuse_doubling(pl_module: nn.Module, name: str, module: nn.Module, *, plai
     if marked or (plain and any(vars(m).get("gradient_checkpointing") for m in (*around, *module.modules()))):
         raise ValueError(
             f"`{name}` ({type(module).__name__}) is checkpointed already: it, something around it or something inside "
-            "it. Doubling would recompute it twice, so leave one of the two out."
+            "it. Doubling would recompute it twice, so leave one of the two out. (Several parts of one transformers "
+            "model, which has one switch, go to one callback: `GradientCheckpointing(modules=[...])`.)"
         )
 
 

@@ -361,7 +361,7 @@ def test_parameter_names_and_checkpoints_are_unchanged(tmp_path):
 
 
 def test_bad_values_raise_in_init():
-    with pytest.raises(ValueError, match=r"`GradientCheckpointing\(every_n=0\)` must be >= 1"):
+    with pytest.raises(ValueError, match=r"`GradientCheckpointing\(every_n=0\)` must be an integer >= 1"):
         GradientCheckpointing("Block", every_n=0)
     with pytest.raises(ValueError, match=r"modules=\[\].* must be a name or pattern"):
         GradientCheckpointing([])
