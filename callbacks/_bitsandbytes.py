@@ -1,19 +1,23 @@
-"""Replacing linear layers by bitsandbytes' quantized ones, and measuring what that costs and frees."""
+"""Replacing linear layers by bitsandbytes' quantized ones, what that costs and frees, and keeping them unsaved."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lit_ppo.callbacks._common import clean_name
+
 MODES = ("nf4", "fp4", "int8")
 PROBE_TOKENS = 32
 PROBE_ROWS = 8
+_MARK = "_lit_ppo_kept_out"
 
 
 @dataclass
@@ -258,3 +262,26 @@ def _probe_output(module: Any) -> Tensor | None:
     finally:
         for m, training in modes.items():
             m.training = training
+
+
+def keep_out_of_checkpoints(pl_module: nn.Module, name: str, module: nn.Module) -> None:
+    """Leave a registered module out of what is saved, asked for and loaded."""
+    if _MARK in vars(module):
+        return
+    object.__setattr__(module, _MARK, True)
+    module.register_state_dict_post_hook(_drop_saved)
+    module.register_load_state_dict_pre_hook(_drop_loaded)
+    pl_module.register_load_state_dict_post_hook(partial(_forgive, name))
+
+
+def _drop_saved(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [k for k in state_dict if k.startswith(prefix)]:
+        del state_dict[key]
+
+
+def _drop_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    _drop_saved(module, state_dict, prefix)
+
+
+def _forgive(name: str, module: nn.Module, incompatible: Any) -> None:
+    incompatible.missing_keys[:] = [k for k in incompatible.missing_keys if not clean_name(k).startswith(f"{name}.")]

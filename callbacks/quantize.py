@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -18,6 +20,7 @@ from lit_ppo.callbacks._bitsandbytes import (
     MODES,
     QuantizationReport,
     fingerprint,
+    keep_out_of_checkpoints,
     linear_layers,
     prepare,
     quantize_,
@@ -27,15 +30,16 @@ from lit_ppo.callbacks._bitsandbytes import (
 from lit_ppo.callbacks._common import (
     after_configure_model,
     as_list,
+    check_flags,
     clean_name,
     log_metrics,
     matches,
     nearest,
     outermost,
+    withdraw,
 )
 
 SKIP = ("score", "classifier", "lm_head", "head", "v_head", "value_head", "lora_A", "lora_B")
-_MARK = "_lit_ppo_kept_out"
 
 
 class QuantizeModules(Callback):
@@ -105,10 +109,11 @@ class QuantizeModules(Callback):
             )
         if mode == "int8" and compute_dtype is not None:
             raise ValueError(f"`{me}(compute_dtype={compute_dtype!r})` is for 4-bit layers: leave it out with 'int8'.")
+        check_flags(me, double_quant=double_quant, while_loading=while_loading, probe=probe)
         self.modules = as_list(me, "modules", modules)
         self.mode = mode
         self.double_quant = double_quant
-        self.skip = list(SKIP) if skip is None else [*skip] and as_list(me, "skip", skip)
+        self.skip = list(SKIP) if skip is None else [] if skip == [] else as_list(me, "skip", skip)
         self.compute_dtype = None if compute_dtype is None else getattr(torch, compute_dtype)
         self.while_loading = while_loading
         self.probe = probe
@@ -219,14 +224,15 @@ class QuantizeModules(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Withdraw what was asked of the LightningModule; what is quantized stays so."""
-        self._withdraw()
+        self._withdraw(pl_module)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Withdraw what was asked of the LightningModule."""
-        self._withdraw()
+        self._withdraw(pl_module)
 
-    def _withdraw(self) -> None:
+    def _withdraw(self, pl_module: LightningModule) -> None:
+        withdraw(pl_module)
         while self._undo:
             self._undo.pop()()
 
@@ -238,7 +244,9 @@ class QuantizeModules(Callback):
         for name, module in targets.items():
             self._refuse_trainable(pl_module, name, module)
             registered = module in set(pl_module.modules())
-            is_role = name in getattr(pl_module, "roles", {})
+            is_role = name in _roles(pl_module)
+            if registered and not is_role:
+                self._refuse_averaging(trainer, name)
             if name not in self.reports or not quantized_layers(module):
                 new = self._quantize_role(name, module)
                 if new is not module:
@@ -246,7 +254,7 @@ class QuantizeModules(Callback):
                     module = new
             self._fingerprints[name] = fingerprint(module)
             if registered and not is_role:
-                _keep_out_of_checkpoints(pl_module, name, module)
+                keep_out_of_checkpoints(pl_module, name, module)
             if registered and isinstance(trainer.strategy, FSDPStrategy):
                 ignored = [*(trainer.strategy.kwargs.get("ignored_modules") or ()), module]
                 trainer.strategy.kwargs["ignored_modules"] = ignored
@@ -257,7 +265,7 @@ class QuantizeModules(Callback):
         self, pl_module: LightningModule, patterns: list[str], *, required: bool
     ) -> tuple[dict[str, nn.Module], list[str]]:
         """The modules to quantize, by the name they are known by; and the patterns that match none."""
-        known: dict[str, nn.Module] = dict(getattr(pl_module, "roles", {}))
+        known: dict[str, nn.Module] = _roles(pl_module)
         held = {n: m for n, m in vars(pl_module).items() if isinstance(m, nn.Module)}  # not registered
         submodules = {clean_name(n): m for n, m in pl_module.named_modules() if n}
         found: dict[str, nn.Module] = {}
@@ -277,9 +285,7 @@ class QuantizeModules(Callback):
         return outermost(found), missing
 
     def _refuse_trainable(self, pl_module: LightningModule, name: str, module: nn.Module) -> None:
-        adapters = name in getattr(
-            pl_module, "roles", {}
-        )  # of a role: its adapters and heads may train on a quantized base
+        adapters = name in _roles(pl_module)  # of a role: its adapters and heads may train on a quantized base
         trained = [
             n
             for n, p in module.named_parameters()
@@ -290,6 +296,17 @@ class QuantizeModules(Callback):
                 f"`{type(self).__name__}`: `{name}` has {len(trained)} trainable parameters (`{trained[0]}`, ...), and "
                 f"quantized weights cannot train. Freeze it: `{name}.requires_grad_(False)`, or add "
                 f"`FreezeParameters({name!r})`."
+            )
+
+    def _refuse_averaging(self, trainer: Trainer, name: str) -> None:
+        kinds = (WeightAveraging, StochasticWeightAveraging)
+        averaging = [type(c).__name__ for c in trainer.callbacks if isinstance(c, kinds)]  # type: ignore[attr-defined]
+        if averaging and trainer.state.fn == "fit":
+            raise ValueError(
+                f"`{type(self).__name__}`: `{averaging[0]}` averages every registered parameter, and the average of "
+                f"packed weights of `{name}` means nothing. Hold the module without registering it "
+                f"(`object.__setattr__(self, {name!r}, module)`, moved to the device by yourself), or leave one of the "
+                "two callbacks out."
             )
 
     def _quantize(self, name: str, module: nn.Module, *, device: torch.device | None) -> nn.Module:
@@ -368,6 +385,11 @@ class QuantizeRewardModel(QuantizeModules):
         super().__init__(modules, mode, double_quant, skip, compute_dtype, while_loading, probe)
 
 
+def _roles(pl_module: LightningModule) -> dict[str, nn.Module]:
+    roles = getattr(pl_module, "roles", None)
+    return dict(roles) if isinstance(roles, Mapping) else {}
+
+
 def _means(name: str, pattern: str) -> bool:
     return name == pattern or ("*" in pattern and matches(name, pattern))
 
@@ -379,26 +401,3 @@ def _replace(pl_module: nn.Module, name: str, new: nn.Module) -> None:
         object.__setattr__(owner, attribute, new)
     else:
         setattr(owner, attribute, new)
-
-
-def _keep_out_of_checkpoints(pl_module: nn.Module, name: str, module: nn.Module) -> None:
-    """Leave a registered module out of what is saved, asked for and loaded."""
-    if _MARK in vars(module):
-        return
-    object.__setattr__(module, _MARK, True)
-    module.register_state_dict_post_hook(_drop_saved)
-    module.register_load_state_dict_pre_hook(_drop_loaded)
-    pl_module.register_load_state_dict_post_hook(partial(_forgive, name))
-
-
-def _drop_saved(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    for key in [k for k in state_dict if k.startswith(prefix)]:
-        del state_dict[key]
-
-
-def _drop_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    _drop_saved(module, state_dict, prefix)
-
-
-def _forgive(name: str, module: nn.Module, incompatible: Any) -> None:
-    incompatible.missing_keys[:] = [k for k in incompatible.missing_keys if not clean_name(k).startswith(f"{name}.")]
