@@ -34,7 +34,7 @@ def check_pattern(pattern: str) -> None:
 def parameters(pl_module: nn.Module) -> dict[str, nn.Parameter]:
     """Return every parameter that could train, under all its names (tied weights have several)."""
     named = pl_module.named_parameters(remove_duplicate=False)
-    return {clean_name(n): p for n, p in named if p.is_floating_point()}
+    return {clean_name(n): p for n, p in named if p.is_floating_point() or p.is_complex()}
 
 
 def parents(name: str) -> list[str]:

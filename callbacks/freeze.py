@@ -15,7 +15,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lit_ppo.callbacks._common import after_configure_model, as_list, clean_name, nearest
+from lit_ppo.callbacks._common import (
+    after_configure_model,
+    as_list,
+    check_flags,
+    clean_name,
+    nearest,
+    warn_of_finders,
+    withdraw,
+)
 from lit_ppo.callbacks._parameters import check_pattern, match, parameters, parents, tied
 
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
@@ -84,6 +92,7 @@ class FreezeParameters(Callback):
         self.start = None if start is None else _Condition.parse("start", start)
         self.until = None if until is None else _Condition.parse("until", until)
         _check_schedule(self.start, self.until)
+        check_flags("FreezeParameters", eval_mode=eval_mode)
         self.eval_mode = eval_mode
         self._names: set[str] = set()
         self._frozen = False
@@ -126,6 +135,8 @@ class FreezeParameters(Callback):
                 "`FreezeParameters(start=..., until=...)` cannot run under DeepSpeed, which partitions gradients for "
                 "good at the start. Freeze without a schedule, or use another strategy."
             )
+        if self.scheduled:
+            warn_of_finders(trainer, "FreezeParameters", "what they find is for a run in which all can train")
         if trainer.global_step == 0:  # else a fit that goes on; a resumed one gets its state later
             for condition in (self.start, self.until):
                 if condition is not None:
@@ -169,6 +180,10 @@ class FreezeParameters(Callback):
         self._update(trainer, pl_module)
         if self._frozen and self.eval_mode:
             self._find_modes(trainer, pl_module)
+        if self._frozen and trainer.global_step == 0:  # a callback before this one may have allocated it in advance
+            for optimizer in trainer.optimizers:
+                for parameter in self._mine(pl_module).values():
+                    optimizer.state.pop(parameter, None)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -274,7 +289,9 @@ class FreezeParameters(Callback):
                 continue
             if self._validated or not trainer.enable_validation:
                 raise RuntimeError(
-                    f"`FreezeParameters` waits for '{condition}', but no metric of that name was logged."
+                    f"`FreezeParameters` waits for '{condition}', but no metric of that name was logged by the end of "
+                    "the epoch. (Lightning runs the module's own `on_train_epoch_end` after callbacks, and clears what "
+                    "it logs: log the metric in a step, in validation, or in an earlier callback.)"
                     f"{nearest(condition.metric, trainer.callback_metrics)}"
                 )
 
@@ -301,6 +318,7 @@ class FreezeParameters(Callback):
         self._restore(trainer, pl_module)
 
     def _restore(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        withdraw(pl_module)
         if self._frozen:
             self._set(trainer, pl_module, frozen=False)
         self._names = set()
