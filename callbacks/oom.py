@@ -46,11 +46,11 @@ _EVALUATION = {"validation_step": "validation", "test_step": "test", "predict_st
 class OOMGuard(Callback):
     r"""Recovers from out-of-memory errors with the same gradient, or stops with a report of who holds the memory.
 
-    **Before** training the optimizer's state is allocated and a dry run finds the largest micro-batch that fits with
-    some headroom; all ranks take the smallest. **During** training an out-of-memory error in forward, backward or
-    clipping restarts that optimizer step: gradients are dropped, buffers, metrics and random states put back, cached
-    memory is released, and the batch is cut into micro-batches of half the size. What the step logs is logged once,
-    for the whole batch. **After**, the size is kept, also in the checkpoint.
+    **Before** training the optimizer's state is allocated and, on CUDA, a dry run finds the largest micro-batch that
+    fits with some headroom; all ranks take the smallest. **During** training an out-of-memory error in forward,
+    backward or clipping restarts that optimizer step: gradients are dropped, buffers, metrics and random states put
+    back, cached memory is released, and the batch is cut into micro-batches of half the size. What the step logs is
+    logged once, for the whole batch. **After**, the size is kept, also in the checkpoint.
 
     Works with automatic optimization as it is: the loss of `training_step` must be a mean over the rows of the batch,
     or over whatever `weight` counts. With manual optimization, write what may be cut with
@@ -64,9 +64,10 @@ class OOMGuard(Callback):
 
     Args:
         headroom: Part of the device's available memory that the dry run leaves free, at least 0 and below 1.
-        dry_run: Look for the largest micro-batch before the first step.
+        dry_run: Look for the largest micro-batch before the first step. `training_step` is run more often for it; what
+            it changes of buffers, random states and parameters is put back, Python counters and lists are not.
         worst_case: Returns, given the module, the largest batch that training will meet. None: the module's own
-            `worst_case_batch()`, or else the first batch.
+            `worst_case_batch()`, or else the first batch. For automatic optimization.
         split_batch: Cuts a batch into pieces: (batch, size) -> list. None: tensors along dimension 0.
         weight: What the loss of a piece is a mean over, e.g. the number of its target tokens. None: rows.
         on_batch_dependent: Where layers depend on how a batch is cut (batch statistics, active dropout): "refuse" tries

@@ -58,7 +58,6 @@ def cut_step(
 
 def _cut(splitter: Splitter, batch: Any, size: int, whole: float) -> list[tuple[Any, int, float]]:
     """Return pieces, their rows and their shares, which add up to that of the batch."""
-    pieces = splitter.cut(batch, size)
-    rows = [splitter.rows(piece) for piece in pieces]
+    pieces, rows = splitter.cut(batch, size)
     shares = splitter.shares(pieces, rows) if whole else [0.0] * len(pieces)
     return [(piece, count, whole * share) for piece, count, share in zip(pieces, rows, shares, strict=True)]

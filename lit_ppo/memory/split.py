@@ -129,18 +129,25 @@ class Splitter:
             size: Largest number of rows of a piece, >= 1.
 
         Raises:
-            ValueError: A weight that is negative or not finite, or weights that are all 0.
+            ValueError: A piece that is too large, or weights that are negative, not finite, or all 0.
         """
         whole = self.rows(batch)
         if whole <= size:
             return [batch], [whole], [1.0]
-        pieces = self.cut(batch, size)
-        rows = [self.rows(piece) for piece in pieces]
+        pieces, rows = self.cut(batch, size)
         return pieces, rows, self.shares(pieces, rows)
 
-    def cut(self, batch: Any, size: int) -> list[Any]:
-        """Return pieces of at most `size` rows."""
-        return list((self.split or split_batch)(batch, size))
+    def cut(self, batch: Any, size: int) -> tuple[list[Any], list[int]]:
+        """Return pieces of at most `size` rows, and their rows.
+
+        Raises:
+            ValueError: A piece is larger.
+        """
+        pieces = list((self.split or split_batch)(batch, size))
+        rows = [self.rows(piece) for piece in pieces]
+        if not rows or max(rows) > size:
+            raise ValueError(f"`split_batch` returned pieces of {rows} rows for size {size}: none may be larger.")
+        return pieces, rows
 
     def shares(self, pieces: list[Any], rows: list[int]) -> list[float]:
         """Return the shares of pieces in the mean over all of them.

@@ -238,3 +238,75 @@ def difference(one, other):
     """Return the largest difference of two modules' states."""
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+class Linear(LightningModule):
+    """One layer; training and evaluation above `limit` rows run out of memory."""
+
+    limit = 10**9
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def loss(self, batch):
+        x, y = batch
+        if len(x) > self.limit:
+            out_of_memory()
+        return nn.functional.cross_entropy(self.layer(x), y)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def labelled(rows=32, batch_size=8):
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(rows, 6, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size)
+
+
+def cut(make, limit):
+    """Return a maker of such modules with a limit."""
+
+    def limited():
+        module = make()
+        module.limit = limit
+        return module
+
+    return limited
+
+
+class Dropped(Linear):
+    """Dropout, and noise of a generator of its own; the forward with the number `fails` runs out of memory."""
+
+    fails = 0
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.forwards = nn.Dropout(0.3), 0
+        self.generator = torch.Generator().manual_seed(3)
+
+    def training_step(self, batch, batch_idx):
+        self.forwards += 1
+        loss = self.loss((self.dropout(batch[0] + torch.randn(len(batch[0]), 6, generator=self.generator)), batch[1]))
+        if self.forwards == self.fails:
+            out_of_memory()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        torch.randn(3)
+
+
+class FailsAt(Callback):
+    def __init__(self, number):
+        self.number = number
+
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.fails = self.number

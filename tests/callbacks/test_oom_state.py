@@ -7,15 +7,23 @@ import weakref
 import pytest
 import torch
 import torchmetrics
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule
-from oom_models import GAN, Cuttable, Rehearsing, difference, fit, points, trainer
+from lightning.pytorch import Callback
+from oom_models import (
+    Dropped,
+    FailsAt,
+    Linear,
+    cut,
+    difference,
+    fit,
+    labelled,
+    out_of_memory,
+    trainer,
+)
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lit_ppo.callbacks import OOMGuard
-from lit_ppo.memory.retry import OOMPolicy, OutOfMemoryReport
-from lit_ppo.memory.undo import is_out_of_memory
+from lit_ppo.memory.retry import OutOfMemoryReport
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers",
@@ -30,49 +38,6 @@ def _fast_collections():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-def out_of_memory():
-    raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-class Linear(LightningModule):
-    """One layer; training and evaluation above `limit` rows run out of memory."""
-
-    limit = 10**9
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def loss(self, batch):
-        x, y = batch
-        if len(x) > self.limit:
-            out_of_memory()
-        return nn.functional.cross_entropy(self.layer(x), y)
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-def labelled(rows=32, batch_size=8):
-    generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(rows, 6, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size)
-
-
-def cut(make, limit):
-    """Return a maker of such modules with a limit."""
-
-    def limited():
-        module = make()
-        module.limit = limit
-        return module
-
-    return limited
 
 
 class Masked(Linear):
@@ -223,35 +188,6 @@ class Augmented(Dataset):
         return torch.full((6,), index / 32) + torch.randn(6), torch.tensor(index % 3)
 
 
-class Dropped(Linear):
-    """Dropout, and noise of a generator of its own; the forward with the number `fails` runs out of memory."""
-
-    fails = 0
-
-    def __init__(self):
-        super().__init__()
-        self.dropout, self.forwards = nn.Dropout(0.3), 0
-        self.generator = torch.Generator().manual_seed(3)
-
-    def training_step(self, batch, batch_idx):
-        self.forwards += 1
-        loss = self.loss((self.dropout(batch[0] + torch.randn(len(batch[0]), 6, generator=self.generator)), batch[1]))
-        if self.forwards == self.fails:
-            out_of_memory()
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        torch.randn(3)
-
-
-class FailsAt(Callback):
-    def __init__(self, number):
-        self.number = number
-
-    def on_fit_start(self, trainer, pl_module):
-        pl_module.fails = self.number
-
-
 @pytest.mark.parametrize("fails", [1, 3, 4, 6])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("validate", [False, True])
@@ -285,149 +221,3 @@ def test_no_batch_is_kept():
     fit(Linear, labelled(), alive)
     fit(Linear, labelled(), OOMGuard(), guarded)
     assert guarded.most == alive.most
-
-
-class Taught(Linear):
-    """Keeps a moving average of its weights, in a module that no optimizer has, and of its inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.teacher = nn.Linear(6, 3).requires_grad_(False)
-        self.register_buffer("mean", torch.zeros(6), persistent=False)
-
-    def training_step(self, batch, batch_idx):
-        with torch.no_grad():
-            for mine, kept in zip(self.layer.parameters(), self.teacher.parameters(), strict=True):
-                kept.lerp_(mine, 0.1)
-            self.mean.lerp_(batch[0].mean(0), 0.5)
-        return self.loss(batch) + nn.functional.mse_loss(self.layer(batch[0]), self.teacher(batch[0] - self.mean))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.layer.parameters(), lr=0.1)
-
-
-class Backbone(Taught):
-    """The moving average is large."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone = nn.Linear(100, 100).requires_grad_(False)
-
-
-def test_a_dry_run_changes_nothing():
-    expected, _ = fit(Taught, labelled())
-    got, _ = fit(Taught, labelled(), Rehearsing())
-    assert difference(expected, got) == 0
-    assert torch.equal(expected.mean, got.mean)
-    with pytest.warns(UserWarning, match=r"changes `teacher\.weight`.*`dry_run=False`"):
-        fit(Backbone, labelled(), Rehearsing())
-
-
-def test_off_cuda_there_is_no_dry_run():
-    module, _ = fit(Dropped, labelled(), OOMGuard())
-    assert module.forwards == 4
-
-
-class Noisy(Linear):
-    """Draws noise, or moves a buffer, in each forward."""
-
-    limit = 4
-    noise = True
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        if self.noise:
-            x = x + torch.randn_like(x)
-        else:
-            self.seen += 1
-        return self.loss((x, y))
-
-
-@pytest.mark.parametrize("noise", [True, False])
-def test_what_a_cut_changes_is_said(noise):
-    def make():
-        module = Noisy()
-        module.noise = noise
-        return module
-
-    with pytest.warns(UserWarning, match="uses random numbers piece by" if noise else "uses the buffer `seen` piece"):
-        fit(make, labelled(), OOMGuard())
-
-
-class EveryThird(GAN):
-    """The generator learns from every third batch; the forward with the number `fails` runs out of memory."""
-
-    fails, forwards = 0, 0
-
-    def training_step(self, batch, batch_idx):
-        for_generator, for_critic = self.optimizers()
-        networks = [(for_critic, self.critic(batch[0]).mean())]
-        if batch_idx % 3 == 2:
-            networks.append((for_generator, None))
-        for optimizer, loss in networks:
-            self.forwards += 1
-            if self.forwards == self.fails:
-                out_of_memory()
-            loss = self.critic(self.generator(batch[0][:, :4])).mean() if loss is None else loss
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-
-
-@pytest.mark.parametrize("fails", [2, 4, 8])
-def test_an_optimizer_that_steps_now_and_then_is_known(fails):
-    expected, _ = fit(EveryThird, points(48))
-    got, _ = fit(EveryThird, points(48), OOMGuard(), FailsAt(fails))
-    assert got.forwards == expected.forwards + (1 if fails == 2 else 2 if fails in (4, 8) else 0)
-    assert difference(expected, got) == 0
-
-
-def test_options_that_manual_optimization_does_not_use():
-    with pytest.raises(MisconfigurationException, match=r"`worst_case` is for automatic.*`dry_runs\(\)`"):
-        fit(GAN, points(), OOMGuard(worst_case=len))
-
-    def own():
-        module = Cuttable()
-        module.oom_policy = OOMPolicy()
-        return module
-
-    with pytest.raises(MisconfigurationException, match="`split_batch` and `weight` of `OOMGuard` would not be used"):
-        fit(own, points(), OOMGuard(split_batch=lambda b, n: [b], weight=len))
-
-
-class Counts(Callback):
-    """Logs from hooks inside the closure, in both ways."""
-
-    def on_after_backward(self, trainer, pl_module):
-        self.log("by_callback", 1.0, on_step=False, on_epoch=True, reduce_fx="max")
-        pl_module.log("by_module", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
-        self.log("sum", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
-
-
-def test_callbacks_log_once_too():
-    for make, guards, backwards in ((Linear, [], 4), (Linear, [OOMGuard()], 4), (cut(Linear, 4), [OOMGuard()], 8)):
-        _, t = fit(make, labelled(), *guards, Counts())
-        assert t.callback_metrics["by_callback"] == 1
-        assert t.callback_metrics["by_module"] == t.callback_metrics["sum"] == backwards
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError("x"),
-        RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
-        RuntimeError("NCCL Error 1: unhandled cuda error. Cuda failure 2 'out of memory'"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
-        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes."),
-    ],
-)
-def test_errors_of_all_allocators_are_known(error):
-    assert is_out_of_memory(error)
-    assert not is_out_of_memory(RuntimeError("shape mismatch"))
-    assert not is_out_of_memory(ValueError("out of memory"))
