@@ -14,6 +14,7 @@ import torch
 
 from lit_ppo.config import PPOConfig, SamplingConfig, choice, from_dict
 from lit_ppo.roles.adapters import tuner_layers
+from lit_ppo.roles.loading import no_bars
 from lit_ppo.roles.sources import first_line
 from lit_ppo.sharding.folders import read_folder
 
@@ -79,12 +80,13 @@ def export(
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         folder = scratch / "export"
-        if not adapted:
-            view.store.model.save_pretrained(folder)
-        elif merge:
-            merged(view.store.base, view.adapter).save_pretrained(folder)
-        else:
-            _save_adapter(view.store.model, view.adapter, source, folder)
+        with no_bars():
+            if not adapted:
+                view.store.model.save_pretrained(folder)
+            elif merge:
+                merged(view.store.base, view.adapter).save_pretrained(folder)
+            else:
+                _save_adapter(view.store.model, view.adapter, source, folder)
         module.tokenizer.save_pretrained(folder)
         if target.exists():
             os.replace(target, scratch / "old")

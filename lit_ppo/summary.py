@@ -135,8 +135,11 @@ def print_table(module: PPOHarness) -> None:
     from rich.table import Table
 
     table = Table(title="lit-ppo", title_justify="left", header_style="bold")
-    for column in ("role", "model", "parameters", "trained", "dtype", "device", "GiB"):
-        table.add_column(column, justify="right" if column in ("parameters", "trained", "GiB") else "left")
+    for column in ("role", "model", "parameters", "trained", "dtype", "device", "size"):
+        table.add_column(column, justify="right" if column in ("parameters", "trained", "size") else "left")
+    terms = module.rewards.rewards if module.rewards is not None else []
+    weights = {r.name: "" if r.config.weight == 1 else f" x {r.config.weight:g}" for r in terms}
+    models = {module.rewards.role(r): weights[r.name] for r in terms if r.model is not None}
     seen: dict[int, str] = {}
     trained = {role: sum(p.numel() for _, p in named) for role, named in module.trained.items()}
     for role, model in role_modules(module).items():
@@ -146,17 +149,17 @@ def print_table(module: PPOHarness) -> None:
         size = sum(p.numel() * p.element_size() for p in parameters)
         shared = seen.setdefault(id(model), role)
         table.add_row(
-            role,
+            role + models.get(role, ""),
             type(base).__name__ if shared == role else f"view of {shared}",
             f"{sum(p.numel() for p in parameters):,}" if shared == role else "",
             f"{trained.get(role, 0):,}",
             str(first.dtype).removeprefix("torch."),
             str(first.device),
-            f"{size / 2**30:.2f}" if shared == role else "",
+            (f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB") if shared == role else "",
         )
-    for reward in module.rewards.rewards if module.rewards is not None else ():
+    for reward in terms:
         if reward.model is None:
-            table.add_row(f"reward {reward.name}", "function", "", "", "", "cpu", "")
+            table.add_row(f"reward {reward.name}{weights[reward.name]}", "function", "", "", "", "cpu", "")
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)  # a log file: cut no names

@@ -93,7 +93,7 @@ def test_one_file_runs_every_command(capsys):
     capsys.readouterr()
 
     assert main(["validate", "--config", "run.yaml", "--ckpt_path", "last"]) == 0
-    assert "val/reward" in capsys.readouterr().out
+    assert re.search(r"^val/reward +-?\d\.?\d{0,3}$", capsys.readouterr().out, re.MULTILINE)
     assert main(["test", "--config", "run.yaml", "--ckpt_path", last]) == 0
     assert "test/reward" in capsys.readouterr().out
 
@@ -234,6 +234,19 @@ def test_the_chat_template_of_the_data_is_kept(capsys):
     assert capsys.readouterr().out.startswith("> w7 w1\n")
     assert main(["export", "--ckpt", "outputs", "--to", "model"]) == 0
     assert AutoTokenizer.from_pretrained("model").chat_template == template
+
+
+def test_other_packages_noise_is_left_out():
+    text = Path("run.yaml").read_text().replace("  enable_model_summary: false\n", "")
+    Path("run.yaml").write_text(text.replace("sampling:", "lora: {r: 2}\n  sampling:"))
+    run = subprocess.run(
+        [sys.executable, "-m", "lit_ppo", "fit", "--config", "run.yaml"], capture_output=True, text=True, check=True
+    )
+    said = run.stdout + run.stderr
+    assert "reward exact_match x 0.5" in said
+    assert " MiB" in said
+    for noise in ("Loading weights", "Tip:", "gemm_4bit", "LeafSpec", "is_gradient_checkpointing", "FLOPs"):
+        assert noise not in said
 
 
 # ----------------------------------------------------------------------------------------------------------- mistakes

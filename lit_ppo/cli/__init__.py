@@ -61,7 +61,9 @@ def main(
     if cwd not in sys.path and "" not in sys.path:
         sys.path.insert(0, cwd)  # as `python -m` does: reward functions and callbacks of the user's own project
     from lit_ppo.cli.errors import is_configuration_error, message_of
+    from lit_ppo.cli.noise import hush
 
+    hush()
     try:
         import_module(COMMANDS[command][0]).run(argv, module_class=module_class, data_class=data_class)
     except Exception as error:

@@ -91,7 +91,7 @@ class PPOCLI(LightningCLI):
             data_class,
             args=argv,
             save_config_callback=SaveConfigCallback if argv[0] == "fit" else None,
-            trainer_defaults={"default_root_dir": "outputs", "log_every_n_steps": 1},
+            trainer_defaults={"default_root_dir": "outputs", "log_every_n_steps": 1, "enable_model_summary": False},
             seed_everything_default=0,
             parser_kwargs={"prog": "lit-ppo"},
             parser_class=Parser,
@@ -158,13 +158,17 @@ class PPOCLI(LightningCLI):
             read_checkpoint(path, "ckpt_path")
         if subcommand == "fit":
             check_writable("trainer.default_root_dir", self.trainer.default_root_dir)  # before the logger finds out
-        kwargs = {"return_predictions": False} if subcommand == "predict" else {}
+        kwargs: dict[str, Any] = {"return_predictions": False} if subcommand == "predict" else {}
+        if subcommand in ("validate", "test"):
+            kwargs["verbose"] = False  # Lightning's table has 16 digits
         work: Callable[..., Any] = getattr(self.trainer, subcommand)
         try:
             with warnings.catch_warnings():
                 if subcommand != "fit":  # a trainer that only evaluates needs no ModelCheckpoint
                     warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
-                work(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True, **kwargs)
+                results = work(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True, **kwargs)
+            if subcommand in ("validate", "test") and self.trainer.is_global_zero:
+                print("\n".join(f"{name:<24} {value:.4g}" for metrics in results for name, value in metrics.items()))
         except SystemExit:  # Lightning's answer to Ctrl-C, after everything was closed
             if subcommand == "fit" and self.trainer.interrupted and self.trainer.is_global_zero:
                 sys.stderr.write(self.how_to_resume() + "\n")
@@ -184,9 +188,8 @@ class PPOCLI(LightningCLI):
         """Return what is kept of a fit that ends early, and the command that goes on with it."""
         kept = ""
         for callback in self.trainer.checkpoint_callbacks:
-            paths = [
-                getattr(callback, name, "") for name in ("last_model_path", "best_model_path")
-            ]  # may not be written yet
+            # Lightning sets them before it writes
+            paths = [getattr(callback, name, "") for name in ("last_model_path", "best_model_path")]
             kept = next((path for path in paths if path and ("://" in path or Path(path).exists())), kept)
         stopped = f"Stopped in iteration {self.iteration}; the metrics are in {self.trainer.log_dir}."
         if not kept:

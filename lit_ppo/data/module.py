@@ -31,7 +31,7 @@ class PromptDataModule(LightningDataModule):
         val: Held-out prompts.
         test: Prompts for `test`.
         predict: Prompts for `predict`; None: those of `val`.
-        val_fraction: Hold out this share of `train` (below 1) or this many of its prompts (1 or more) as `val`.
+        val_fraction: Hold out this share of `train` (below 1) or this many of its prompts (2 or more) as `val`.
         batch_size: Prompts of one iteration, over all ranks. A smaller set is taken whole in each iteration; the
             attribute then says so after `setup`.
         val_batch_size: As `batch_size`, for the other sets, which keep their order and their last batch. None: as it.

@@ -11,6 +11,7 @@ import torch
 
 from lit_ppo.config import RewardConfig
 from lit_ppo.rewards.base import RewardError
+from lit_ppo.roles.loading import no_bars
 
 _HEADS = {"score", "classifier"}
 
@@ -92,7 +93,10 @@ def load_pretrained(found: Pretrained, options: RewardConfig, device: torch.devi
     if getattr(found.config, "quantization_config", None) is not None or "quantization_config" in extra:
         extra["device_map"] = {"": device}  # quantized weights are put where they stay
     try:
-        with torch.device("cpu"):  # a device context of the caller's would make transformers ask for accelerate
+        with (
+            no_bars(),
+            torch.device("cpu"),
+        ):  # a device context of the caller's would make transformers ask for accelerate
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 found.base,
                 config=found.config,

@@ -42,9 +42,10 @@ def load_causal_lm(config: RoleConfig, dtype: torch.dtype, **kwargs: Any) -> Any
     """
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
-        config.source, output_loading_info=True, **_options(config, dtype), **kwargs
-    )
+    with no_bars():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            config.source, output_loading_info=True, **_options(config, dtype), **kwargs
+        )
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"{config.source!r} is not a whole {type(model).__name__}: it has no weights for {', '.join(missing[:3])}"
@@ -89,7 +90,7 @@ def load_critic(config: RoleConfig, dtype: torch.dtype, seed: int, **kwargs: Any
     """
     from transformers import AutoModelForSequenceClassification
 
-    with torch.random.fork_rng(devices=[]), _quiet_missing_head():
+    with torch.random.fork_rng(devices=[]), _quiet_missing_head(), no_bars():
         torch.manual_seed(seed)
         model, info = AutoModelForSequenceClassification.from_pretrained(
             config.source, num_labels=1, output_loading_info=True, **_options(config, dtype), **kwargs
@@ -143,6 +144,19 @@ def _options(config: RoleConfig, dtype: torch.dtype) -> dict[str, Any]:
     if config.revision is not None:
         options["revision"] = config.revision
     return options
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Keep transformers from drawing progress bars while it reads or writes weights; downloads keep theirs."""
+    from transformers.utils import logging
+
+    shown = logging._tqdm_active  # `disable_progress_bar` would turn off the hub's as well
+    logging._tqdm_active = False
+    try:
+        yield
+    finally:
+        logging._tqdm_active = shown
 
 
 @contextmanager
