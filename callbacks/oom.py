@@ -28,7 +28,7 @@ from lit_ppo.memory.fsdp2 import settle_all
 from lit_ppo.memory.logs import LogRecorder
 from lit_ppo.memory.manual import StepUndo
 from lit_ppo.memory.optimizers import allocate_state
-from lit_ppo.memory.ranks import Ranks
+from lit_ppo.memory.ranks import Ranks, accumulates
 from lit_ppo.memory.report import memory_report
 from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.memory.split import Splitter
@@ -242,13 +242,13 @@ class OOMGuard(Callback):
             return
         self.policy.recover = True
         if sharded:
-            self._ranks = Ranks(pl_module, None, self.timeout, accumulating=partial(_accumulates, trainer, pl_module))
+            self._ranks = Ranks(pl_module, None, self.timeout, accumulating=partial(accumulates, trainer, pl_module))
             self.policy.agree = self._ranks.agree
             self.policy.agree_soon = partial(self._ranks.agree, patience=_PATIENCE)
             self.policy.settle = partial(settle_all, pl_module)
         if data_parallel:
             ddp = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
-            self._ranks = Ranks(pl_module, ddp, self.timeout, accumulating=partial(_accumulates, trainer, pl_module))
+            self._ranks = Ranks(pl_module, ddp, self.timeout, accumulating=partial(accumulates, trainer, pl_module))
             self._ranks.check(getattr(strategy, "_ddp_comm_hook", None))
             self.policy.agree, self.policy.average = self._ranks.agree, self._ranks.average
             self.policy.no_sync = self._ranks.no_sync
@@ -415,8 +415,3 @@ class OOMGuard(Callback):
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _accumulates(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Whether the gradients of this batch wait for those of the next, so that there is nothing to average yet."""
-    return pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()

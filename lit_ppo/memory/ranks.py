@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,3 +125,8 @@ class Ranks:
         """Give the group back."""
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
+
+
+def accumulates(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Whether the gradients of this batch wait for those of the next, so that there is nothing to average yet."""
+    return pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()
