@@ -327,10 +327,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if cause is None:
                 raise
             free = shutil.disk_usage(final.parent).free
+            kept = any(path.suffix == final.suffix for path in final.parent.iterdir())
+            then = "Earlier checkpoints are intact: make room, and resume from the last one."
             raise OSError(
                 cause.errno,
                 f"The checkpoint {str(final)!r} cannot be written: {cause.strerror} after {written:,} bytes, with "
-                f"{free:,} bytes free. Earlier checkpoints are intact: make room, and resume from the last one.",
+                f"{free:,} bytes free. {then if kept else 'There is no earlier one: make room, and start again.'}",
             ) from error
 
 

@@ -219,7 +219,8 @@ def total_iterations(module: PPOHarness, batches: int | None = None) -> int:
     ends = []
     if trainer.max_epochs not in (None, -1):
         ends.append(trainer.max_epochs * (trainer.num_training_batches if batches is None else batches))
-    if trainer.max_steps != -1:
+    if trainer.max_steps != -1 and not (ends and module.ppo.target_kl is not None):
+        # With a target KL an iteration may take fewer steps, and then there are more of them than this.
         ends.append(-(-trainer.max_steps // updates))
     return max(1, int(min(ends)))
 

@@ -135,36 +135,46 @@ def print_table(module: PPOHarness) -> None:
     from rich.table import Table
 
     table = Table(title="lit-ppo", title_justify="left", header_style="bold")
-    for column in ("role", "model", "parameters", "trained", "dtype", "device", "size"):
-        table.add_column(column, justify="right" if column in ("parameters", "trained", "size") else "left")
+    for column in ("role", "model", "parameters", "trained", "dtype", "device", "weights", "gradients", "optimizer"):
+        table.add_column(column, justify="left" if column in ("role", "model", "dtype", "device") else "right")
     terms = module.rewards.rewards if module.rewards is not None else []
     weights = {r.name: "" if r.config.weight == 1 else f" x {r.config.weight:g}" for r in terms}
     models = {module.rewards.role(r): weights[r.name] for r in terms if r.model is not None}
     seen: dict[int, str] = {}
-    trained = {role: sum(p.numel() for _, p in named) for role, named in module.trained.items()}
+    trained = {role: [p for _, p in named] for role, named in module.trained.items()}
     for role, model in role_modules(module).items():
         parameters = list(model.parameters())
         base = getattr(model, "base", model)
         first = max(parameters, key=lambda p: p.numel())
-        size = sum(p.numel() * p.element_size() for p in parameters)
+        own = trained.get(role, [])
+        state = sum(p.numel() * (8 if p.element_size() >= 4 else 12) for p in own)  # moments, and masters if needed
         shared = seen.setdefault(id(model), role)
         table.add_row(
             role + models.get(role, ""),
             type(base).__name__ if shared == role else f"view of {shared}",
             f"{sum(p.numel() for p in parameters):,}" if shared == role else "",
-            f"{trained.get(role, 0):,}",
+            f"{sum(p.numel() for p in own):,}",
             str(first.dtype).removeprefix("torch."),
             str(first.device),
-            (f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB") if shared == role else "",
+            in_bytes(sum(p.numel() * p.element_size() for p in parameters)) if shared == role else "",
+            in_bytes(sum(p.numel() * p.element_size() for p in own)),
+            in_bytes(state),
         )
     for reward in terms:
         if reward.model is None:
-            table.add_row(f"reward {reward.name}{weights[reward.name]}", "function", "", "", "", "cpu", "")
+            table.add_row(f"reward {reward.name}{weights[reward.name]}", "function", "", "", "", "cpu", "", "", "")
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)  # a log file: cut no names
     console.print(table)
     console.print(batch_arithmetic(module), highlight=False)
+
+
+def in_bytes(size: int) -> str:
+    """Return a number of bytes as people read it; nothing for 0."""
+    if not size:
+        return ""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def batch_arithmetic(module: PPOHarness) -> str:
