@@ -136,7 +136,8 @@ def print_table(module: PPOHarness) -> None:
 
     table = Table(title="lit-ppo", title_justify="left", header_style="bold")
     for column in ("role", "model", "parameters", "trained", "dtype", "device", "weights", "gradients", "optimizer"):
-        table.add_column(column, justify="left" if column in ("role", "model", "dtype", "device") else "right")
+        left = column in ("role", "model", "dtype", "device")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column == "role")
     terms = module.rewards.rewards if module.rewards is not None else []
     weights = {r.name: "" if r.config.weight == 1 else f" x {r.config.weight:g}" for r in terms}
     models = {module.rewards.role(r): weights[r.name] for r in terms if r.model is not None}
@@ -165,7 +166,7 @@ def print_table(module: PPOHarness) -> None:
             table.add_row(f"reward {reward.name}{weights[reward.name]}", "function", "", "", "", "cpu", "", "", "")
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)  # a log file: cut no names
+        console = Console(width=150)  # a log file: cut no names
     console.print(table)
     console.print(batch_arithmetic(module), highlight=False)
 

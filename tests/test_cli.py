@@ -435,7 +435,10 @@ def test_ctrl_c_keeps_checkpoint_and_metrics_and_says_how_to_go_on():
     )
     argv = ["fit", "--config", "run.yaml", "--model.reward=slow_reward.reward"]
     run = subprocess.Popen(
-        [sys.executable, "-m", "lit_ppo", *argv, "--trainer.max_epochs=200"], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "lit_ppo", *argv, "--trainer.max_epochs=200"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     try:
         start = time.monotonic()
