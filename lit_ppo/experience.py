@@ -6,7 +6,6 @@ Masks are made from lengths, never from token ids, so a tokenizer whose pad is i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -177,11 +176,6 @@ class Rollout(_Rows):
             elif f.name == "keep":
                 changes["keep"] = torch.zeros(1, dtype=torch.bool, device=device)
         return replace(self, **changes)
-
-    def batches(self: RolloutLike, size: int | None) -> Iterator[RolloutLike]:
-        """Yield consecutive batches of at most `size` rows, each trimmed to its own widths."""
-        for rows in torch.arange(len(self)).split(size or len(self)):
-            yield self.select(rows).trim()
 
 
 @dataclass
