@@ -5,7 +5,7 @@
 Models have the true shapes and random weights, which is right for speed and says nothing of learning. Every engine
 samples the whole vocabulary; `graph` and `hf` also return log-probs, which transformers' own paths (`dynamic`,
 `static`, `continuous`) are spared. `equal` responses all have `--new` tokens; `varying` ones end at a stop token, with
-the vocabulary's share of stop tokens chosen so that their mean is about a third of `--new`, with four prompts a row;
+the vocabulary's share of stop tokens chosen so that their mean is about a third of `--new`, with 16 prompts a row;
 `third` has as many prompts, all with a third of `--new`: what `varying` would cost without its variation.
 
 The floor of a decode step: its matrix products, the larger of their bytes over the copy bandwidth and their operations
@@ -164,7 +164,7 @@ def measure(args: argparse.Namespace, shape: str, batch: int, name: str, lengths
     """Time one engine on one workload, after a warm-up of the same."""
     model = build(shape, args.device)
     config = model.config
-    requests = batch if lengths == "equal" else 4 * batch
+    requests = batch if lengths == "equal" else args.requests * batch
     prompts = prompts_of(requests, args.prompt, config.vocab_size, args.device)
     sampling = sampling_of(args.new, config.vocab_size, lengths)
     run = engine_of(name, model, batch)
@@ -178,6 +178,8 @@ def measure(args: argparse.Namespace, shape: str, batch: int, name: str, lengths
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     best = min(seconds[1:])
+    if args.profile and name == "graph":
+        profile(lambda: run(prompts, sampling, args.repeats + 1))
     row: dict[str, Any] = {
         "shape": shape, "batch": batch, "engine": name, "lengths": lengths, "requests": requests,
         "prompt": args.prompt, "new": args.new, "tokens": tokens, "seconds": round(best, 4),
@@ -194,6 +196,25 @@ def measure(args: argparse.Namespace, shape: str, batch: int, name: str, lengths
     if args.device == "cuda":
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
     return row
+
+
+def profile(work: Any) -> None:
+    """Print the time of each kernel of one rollout, and how long the device did nothing in between."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        work()
+        torch.cuda.synchronize()
+    kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    total: dict[str, list[float]] = {}
+    for event in kernels:
+        total.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
+    idle, until = 0.0, spans[0][0]
+    for begin, end in spans:
+        idle, until = idle + max(0.0, begin - until), max(until, end)
+    for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:24]:
+        print(f"{sum(times) / 1e3:9.2f} ms {len(times):7d} x {sum(times) / len(times):7.2f} us  {name[:90]}")
+    print(f"{idle / 1e3:9.2f} ms idle, of {(until - spans[0][0]) / 1e3:.2f} ms", flush=True)
 
 
 def report(folder: Path) -> None:
@@ -246,7 +267,9 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=16, help="for each row, where lengths vary")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="print which kernel of `graph` takes what")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--report", action="store_true", help="only write the table and the plot")

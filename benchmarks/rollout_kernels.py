@@ -64,10 +64,10 @@ def attention(shape: dict[str, Any], batch: int, context: int, device: str, rate
     table = tuple(torch.randn(width, dim, device=device, dtype=dtype) for _ in range(2))
     slots, lengths = torch.arange(batch, device=device), torch.full((batch,), context, device=device)
     spec = AttentionSpec(dim**-0.5)
-    for block, warps, stages in ((32, 2, 3), (32, 4, 3), (64, 4, 2), (64, 4, 3)):
+    for block, warps, stages in ((32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 2, 2), (64, 4, 2), (64, 4, 3), (128, 4, 2)):
         attention_kernels.ATTENTION_BLOCK = block
         attention_kernels.ATTENTION_WARPS, attention_kernels.ATTENTION_STAGES = warps, stages
-        for splits in (1, 2, 4):
+        for splits in (1, 2):
 
             def work(i: int, splits: int = splits) -> None:
                 k, v = stored[i % copies]
@@ -83,7 +83,7 @@ def sampling(vocab: int, batch: int, device: str, rate: float) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     logits = [torch.randn(batch, vocab, device=device, dtype=dtype) for _ in range(4)]
     base, index = torch.zeros((), dtype=torch.int64, device=device), torch.arange(batch, device=device)
-    for block, warps in ((2048, 4), (4096, 8), (8192, 8)):
+    for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8)):
         sampling_kernels.SAMPLE_BLOCK, sampling_kernels.SAMPLE_WARPS = block, warps
         for temperature in (1.0, 0.0):
 

@@ -67,17 +67,17 @@ def test_tokens_are_those_of_generate(kind, temperature):
     assert len(ours.ids[ours.mask].unique()) > 8
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_refills_change_nothing(rows):
+@pytest.mark.parametrize(("rows", "behind"), [(1, 0), (2, 0), (5, 0), (2, 1), (5, 1), (5, 2)])
+def test_refills_change_nothing(rows, behind):
     model, prompts = tiny.model(scale=1.0), tiny.prompts(23)
     options = sampling(model, stop_tokens=list(range(2, 12)), max_new_tokens=20)
-    engine = GraphEngine(view(model), max_rows=rows, prefill_tokens=7)
+    engine = GraphEngine(view(model), max_rows=rows, prefill_tokens=7, read_behind=behind)
     ours = engine.generate(prompts, options, DRAW)
     assert_same(ours, HFEngine(view(model)).generate(prompts, options, DRAW))
     assert ours.stopped.any()
     assert len(ours.lengths.unique()) > 5
     waste = engine.stats["steps"] * bucket_of(rows) - int(ours.lengths.sum())
-    assert 0 <= waste <= 40 * rows  # rows do not wait for the longest of their batch
+    assert 0 <= waste <= (40 + 16 * behind) * rows  # rows do not wait for the longest of their batch
 
 
 def test_samples_of_a_prompt_share_its_prefill():

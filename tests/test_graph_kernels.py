@@ -12,10 +12,11 @@ CUDA = torch.cuda.is_available()
 
 from lit_ppo.algo.noise import base_key  # noqa: E402
 from lit_ppo.config import SamplingConfig  # noqa: E402
-from lit_ppo.rollout import kernels, layer_kernels  # noqa: E402
+from lit_ppo.rollout import kernels, launch, layer_kernels, matmul_kernels  # noqa: E402
 from lit_ppo.rollout.base import resolve_sampling  # noqa: E402
 from lit_ppo.rollout.board import Board  # noqa: E402
 from lit_ppo.rollout.cache import AttentionSpec, DecodeAttention, SlotCache  # noqa: E402
+from lit_ppo.rollout.matmul_kernels import Tiles  # noqa: E402
 from lit_ppo.rollout.sampler import DeviceSampler  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -173,3 +174,38 @@ def test_swiglu(dtype, width):
     x = torch.randn(5, 2 * width, device=DEVICE, dtype=dtype)
     gate, up = x.chunk(2, dim=1)
     close(layer_kernels.swiglu(x), nn.functional.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width", "inner"), [(5, 48, 96), (33, 80, 72)])
+def test_products_with_what_follows_them(dtype, rows, width, inner):
+    x = torch.randn(rows, inner, device=DEVICE, dtype=dtype)
+    gates = torch.randn(2 * width, inner, device=DEVICE, dtype=dtype) / inner**0.5
+    for tiles in (Tiles(16, 32, 32, 1, 4, 2), Tiles(32, 16, 64, 1, 4, 3)):
+        gate, up = nn.functional.linear(x, gates).chunk(2, dim=1)
+        close(matmul_kernels.gated_product(x, gates, tiles), nn.functional.silu(gate) * up, dtype)
+    weight, norm = gates[:width].contiguous(), torch.rand(width, device=DEVICE, dtype=dtype)
+    for tiles in (Tiles(16, 32, 16, 4, 4, 2), Tiles(32, 16, 32, 5, 4, 2)):  # 5 * 32 is more than there is
+        parts = matmul_kernels.product_parts(x, weight, tiles)
+        assert parts.shape == (tiles.splits, rows, width)
+        close(parts.sum(0), nn.functional.linear(x, weight), dtype)
+        residual = torch.randn(rows, width, device=DEVICE, dtype=dtype)
+        other = residual.clone()
+        want = layer_kernels.add_norm(nn.functional.linear(x, weight), other, norm, 1e-5)
+        close(matmul_kernels.add_parts_norm(parts, residual, norm, 1e-5), want, dtype)
+        close(residual, other, dtype)
+
+
+@pytest.mark.gpu
+def test_dependent_launches_change_nothing(monkeypatch):
+    x = torch.randn(64, 1536, device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.randn(1536, 1536, device=DEVICE, dtype=torch.bfloat16) / 40
+    norm, tiles = torch.ones(1536, device=DEVICE, dtype=torch.bfloat16), Tiles(64, 64, 64, 4, 4, 3)
+    results = []
+    for enabled in (True, False):
+        monkeypatch.setattr(launch, "ENABLED", enabled)
+        residual, y = x.clone(), x
+        for _ in range(200):  # each kernel reads what the one before it has just written
+            y = matmul_kernels.add_parts_norm(matmul_kernels.product_parts(y, weight, tiles), residual, norm, 1e-5)
+        results.append(y)
+    assert torch.equal(*results)

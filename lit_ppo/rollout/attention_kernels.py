@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor, float32
 
 from lit_ppo.rollout.cache import AttentionSpec
+from lit_ppo.rollout.launch import dependent, wait_for_inputs
 from lit_ppo.rollout.layer_kernels import next_power
 
 ATTENTION_BLOCK, ATTENTION_WARPS, ATTENTION_STAGES = 32, 2, 3
@@ -68,12 +69,14 @@ def _decode_attention(
     WINDOW: tl.constexpr,
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # One program: one sequence, one KV head with its group of query heads, one of SPLITS spans of the stored tokens.
     # FUSED: q_ptr holds queries, keys and values as projected; the new token is rotated, stored and attended to here.
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
+    wait_for_inputs(DEPENDENT)
     slot = tl.load(slot_ptr + row)
     length = tl.load(length_ptr + row)
     seen_last = length.to(tl.int32)  # the last token that is seen
@@ -159,7 +162,10 @@ def _decode_attention(
 
 
 @triton.jit
-def _join_splits(part_ptr, out_ptr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+def _join_splits(
+    part_ptr, out_ptr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    wait_for_inputs(DEPENDENT)
     head = tl.program_id(0)
     d = tl.arange(0, DIM_BLOCK)
     s = tl.arange(0, SPLITS)
@@ -256,6 +262,9 @@ def _attend(
         HEADS=kv_heads, GROUP=group, DIM=dim, DIM_BLOCK=dim_block, ROWS=max(16, next_power(group)),
         BLOCK=ATTENTION_BLOCK, SPLITS=splits, SOFTCAP=spec.softcap is not None, WINDOW=spec.window is not None,
         FUSED=table is not None, NORM=norms is not None, num_warps=ATTENTION_WARPS, num_stages=ATTENTION_STAGES,
+        **dependent(q),
     )  # fmt: skip
     if splits > 1:
-        _join_splits[(rows * n_heads,)](part, out, DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, num_warps=1)
+        _join_splits[(rows * n_heads,)](
+            part, out, DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, num_warps=1, **dependent(q)
+        )

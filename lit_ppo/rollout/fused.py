@@ -47,9 +47,10 @@ class FusedTrunk(HFTrunk):
 
     def __init__(self, base: Any, width: int, adapter: str | None = None) -> None:
         super().__init__(base)
-        from lit_ppo.rollout import layer_kernels
+        from lit_ppo.rollout import layer_kernels, matmul_kernels
 
         self.kernels: Any = layer_kernels
+        self.products: Any = matmul_kernels
         self.decoder = decoder_of(base)
         self.layers = [_Layer(layer, adapter) for layer in self.decoder.layers]
         self.reach(width)
@@ -81,11 +82,25 @@ class FusedTrunk(HFTrunk):
             else:
                 q, k, v = kernels.rotate(qkv, self.table, places, layer.heads, layer.head_norms)
                 out = attention.attend(number, q, k, v, layer.spec).flatten(1)
-            x = kernels.add_norm(layer.out(out), residual, *layer.mlp_norm)
-            x = layer.down(kernels.swiglu(layer.gate_up(x)))
+            x = self._add(layer.out, out, residual, *layer.mlp_norm)
             after = self.layers[number + 1].norm if number + 1 < len(self.layers) else _norm(self.decoder.norm)
-            x = kernels.add_norm(x, residual, *after)
+            x = self._add(layer.down, self._gated(layer.gate_up, x), residual, *after)
         return x
+
+    def _add(self, projection: Projection, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Project, add to the residual stream in place, and return its norm."""
+        tiles = self.products.tiles_of_parts(x, getattr(projection, "weight", None))
+        if tiles is None or projection.bias is not None:  # type: ignore[attr-defined]
+            return self.kernels.add_norm(projection(x), residual, weight, eps)
+        parts = self.products.product_parts(x, projection.weight, tiles)  # type: ignore[attr-defined]
+        return self.products.add_parts_norm(parts, residual, weight, eps)
+
+    def _gated(self, projection: Projection, x: Tensor) -> Tensor:
+        """SwiGLU of the projections gate and up."""
+        tiles = self.products.tiles_of_gated(x, getattr(projection, "weight", None))
+        if tiles is None or projection.bias is not None:  # type: ignore[attr-defined]
+            return self.kernels.swiglu(projection(x))
+        return self.products.gated_product(x, projection.weight, tiles)  # type: ignore[attr-defined]
 
 
 class _Layer:
@@ -128,8 +143,18 @@ def side_by_side(modules: list[Any], adapter: str | None = None) -> Projection:
     if not plain or len(biased) > 1 or len({m.weight.dtype for m in modules}) > 1:
         return lambda x: torch.cat([m(x) for m in modules], dim=-1) if len(modules) > 1 else modules[0](x)
     weight = _join([m.weight for m in modules])
-    bias = _join([m.bias for m in modules]) if biased == {True} else None
-    return lambda x: nn.functional.linear(x, weight, bias)
+    return _Plain(weight, _join([m.bias for m in modules]) if biased == {True} else None)
+
+
+class _Plain:
+    """Linear layers with the same input as one product."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(n, in) -> (n, sum of outs)."""
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class _Adapted:

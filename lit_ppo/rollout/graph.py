@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from lit_ppo.algo.noise import base_key
 from lit_ppo.experience import Prompts, Rollout
@@ -31,6 +34,32 @@ from lit_ppo.rollout.trunk import HFTrunk, cache_shape, differs, our_attention, 
 
 READ_EVERY = 8
 """Decode steps between two looks of the host."""
+
+
+@dataclass
+class Look:
+    """What the board showed after some decode steps, on its way to the host.
+
+    Attributes:
+        steps: Decode steps before it.
+        seen: Request and step of each row, length of each ended response, head of the queue: one after the other.
+        arrived: Set once `seen` may be read; None: now.
+    """
+
+    steps: int
+    seen: Tensor
+    arrived: Any
+
+    def read(self, rows: int) -> tuple[list[int], list[int], list[int], int]:
+        """Wait for it and return its four parts.
+
+        Args:
+            rows: Of the board.
+        """
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        seen = self.seen.tolist()
+        return seen[:rows], seen[rows : 2 * rows], seen[2 * rows : -1], seen[-1]
 
 
 class Unservable(ValueError):
@@ -49,6 +78,8 @@ class GraphEngine:
             stay valid; more is released in `sleep` and captured again.
         capture: Capture CUDA graphs. None: on CUDA.
         use_kernels: Use the Triton kernels. None: on CUDA, where Triton is installed.
+        read_behind: The host reads the board so many times `READ_EVERY` steps late, and the device need not wait for
+            it. None: 1 on CUDA, else 0.
     """
 
     def __init__(
@@ -61,11 +92,13 @@ class GraphEngine:
         keep_fraction: float = 0.1,
         capture: bool | None = None,
         use_kernels: bool | None = None,
+        read_behind: int | None = None,
     ) -> None:
         self.policy = policy
         self.max_rows, self.prefill_tokens = max_rows, prefill_tokens
         self.memory_fraction, self.keep_fraction = memory_fraction, keep_fraction
         self.capture, self.use_kernels = capture, use_kernels
+        self.read_behind = int(policy.device.type == "cuda") if read_behind is None else read_behind
         self.stats: dict[str, float] = {}
         """Of the last rollout: seconds, seconds before the first decode step, decode steps; graphs captured so far."""
         self._cache: SlotCache | None = None
@@ -140,16 +173,20 @@ class GraphEngine:
         feeder.open(cache.slots)
         width = board.rows.shape[1]
         bucket = min(bucket_of(feeder.total), width)
-        ahead = max(1, (cache.slots - width) // 2)  # prefill so many at a time, before a row needs them
+        ahead = max(1, (cache.slots - width) // 4)  # prefill so many at a time, before a row needs them
         self._feed(feeder, prompts, cache, board, at_least=1)
         board.fill(width)
         filled = self._now()
-        remaining, steps = limit, 0
+        remaining, steps, looks = limit, 0, deque[Look]()
         while True:
             for _ in range(min(READ_EVERY, remaining)):
                 self._step(bucket, feeder.longest + steps, sampling, sampler)
-                steps += 1
-            request, step, lengths, head = self._look(board, feeder.total)
+                steps, remaining = steps + 1, remaining - 1
+            looks.append(self._look(board, feeder.total, steps))
+            if len(looks) <= self.read_behind and remaining > 0:
+                continue  # the host works on what the board showed before, while the device decodes on
+            look = looks.popleft()
+            request, step, lengths, head = look.read(width)
             feeder.collect(lengths)
             if feeder.ended == feeder.total:
                 break
@@ -157,7 +194,7 @@ class GraphEngine:
             remaining = limit
             if head == feeder.total:  # the queue is empty: from here on the batch shrinks
                 busy = [row for row, number in enumerate(request) if number >= 0]
-                remaining = limit - min(step[row] for row in busy)
+                remaining = max(0, limit - min(step[row] for row in busy) - (steps - look.steps))
                 if bucket_of(len(busy)) < bucket:
                     bucket = bucket_of(len(busy))
                     board.gather(torch.tensor(busy, device=board.rows.device))
@@ -186,12 +223,16 @@ class GraphEngine:
         return event
 
     @staticmethod
-    def _look(board: Board, total: int) -> tuple[list[int], list[int], list[int], int]:
-        """Read the board: request and step of each row, length of each ended response, head of the queue."""
-        parts = [board.rows[REQUEST], board.rows[STEP], board.lengths[:total], board.scalars[:1]]
-        seen = torch.cat(parts).tolist()
-        n = board.rows.shape[1]
-        return seen[:n], seen[n : 2 * n], seen[2 * n : -1], seen[-1]
+    def _look(board: Board, total: int, steps: int) -> Look:
+        """Send what the board shows to the host, without waiting for it."""
+        seen = torch.cat([board.rows[REQUEST], board.rows[STEP], board.lengths[:total], board.scalars[:1]])
+        if not seen.is_cuda:
+            return Look(steps, seen, None)
+        arrived = torch.cuda.Event()
+        host = torch.empty(seen.shape, dtype=seen.dtype, pin_memory=True)
+        host.copy_(seen, non_blocking=True)
+        arrived.record()
+        return Look(steps, host, arrived)
 
     def _feed(self, feeder: Feeder, prompts: Prompts, cache: SlotCache, board: Board, at_least: int) -> None:
         """Prefill the next requests, all but the last token of each prompt: that is the first step's input."""
@@ -294,7 +335,7 @@ class GraphEngine:
         """Take memory for a rollout; what is held already is kept if it is enough, and the graphs with it."""
         base, device = self.policy.store.base, self.policy.device
         rows = bucket_of(min(feeder.total, self.max_rows))
-        slots = min(feeder.total, rows + (rows + 3) // 4) if feeder.total > rows else feeder.total
+        slots = min(feeder.total, rows + max(8, rows // 2)) if feeder.total > rows else feeder.total
         width = -(-(feeder.longest + limit) // 64) * 64
         held_cache, held_board = self._cache, self._board
         if held_cache is not None and held_board is not None:

@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
+from lit_ppo.rollout.launch import dependent, wait_for_inputs
 from lit_ppo.rollout.layer_kernels import next_power
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def _row_key(base_ptr, index_ptr, step_ptr, row):
 
 
 @triton.jit
-def _exponential(key, ids):
+def _exponential(key, ids, FAST: tl.constexpr):
     # -log1p(-w) of the recipe in lit_ppo.algo.noise: its negative logarithm is the Gumbel noise.
     k0 = (key & 0xFFFFFFFF).to(tl.uint32)
     k1 = (key >> 32).to(tl.uint32)
@@ -47,7 +49,9 @@ def _exponential(key, ids):
     h = h * 0x846CA68B
     h = (h ^ (h >> 16)) & 0x7FFFFFFF
     w = tl.minimum((h.to(tl.float32) + 0.5) * 4.656612873077393e-10, 1.0 - 5.960464477539063e-08)
-    small = w * (1 + w * (1 / 2 + w * (1 / 3 + w * (1 / 4 + w * (1 / 5 + w * (1 / 6))))))
+    small = w * (1 + w * (1 / 2 + w * (1 / 3 + w * (1 / 4 + w * (1 / 5)))))
+    if FAST:  # the device's own logarithm, off by no more than 1e-5 of the result here
+        return tl.where(w < 0.03125, small, -libdevice.fast_logf(1.0 - w))
     return tl.where(w < 0.03125, small, -tl.log(1.0 - w))
 
 
@@ -67,8 +71,11 @@ def _sample_blocks(
     NOISE: tl.constexpr,
     TEMPER: tl.constexpr,
     SUPPRESS: tl.constexpr,
+    FAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # One program: one row, BLOCK vocabulary entries -> (max, sum of exp, best perturbed logit, its logit), its id.
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -84,7 +91,7 @@ def _sample_blocks(
     # The largest logit + Gumbel is the largest exp(logit) / exponential: one logarithm an entry less.
     noisy = tl.where(real, logit, float("-inf"))
     if NOISE:
-        noisy = weight / _exponential(_row_key(base_ptr, index_ptr, step_ptr, row), ids)
+        noisy = weight / _exponential(_row_key(base_ptr, index_ptr, step_ptr, row), ids, FAST)
     best = tl.max(noisy, 0)
     place = tl.min(tl.where((noisy == best) & real, ids, 2147483647), 0)
     if NOISE:
@@ -99,7 +106,16 @@ def _sample_blocks(
 
 
 @triton.jit
-def _sample_rows(part_ptr, place_ptr, token_ptr, logprob_ptr, BLOCKS: tl.constexpr, BLOCKS_POWER: tl.constexpr):
+def _sample_rows(
+    part_ptr,
+    place_ptr,
+    token_ptr,
+    logprob_ptr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_POWER: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     b = tl.arange(0, BLOCKS_POWER)
     real = b < BLOCKS
@@ -142,9 +158,12 @@ def sample(
     _sample_blocks[(rows, blocks)](
         logits, part if suppress_table is None else suppress_table, base, index, step, part, place,
         temperature, vocab, logits.stride(0), BLOCK=SAMPLE_BLOCK, NOISE=temperature > 0,
-        TEMPER=temperature not in (0, 1), SUPPRESS=suppress_table is not None, num_warps=SAMPLE_WARPS,
+        TEMPER=temperature not in (0, 1), SUPPRESS=suppress_table is not None, FAST=logits.is_cuda,
+        num_warps=SAMPLE_WARPS, **dependent(logits),
     )  # fmt: skip
-    _sample_rows[(rows,)](part, place, token, logprob, BLOCKS=blocks, BLOCKS_POWER=next_power(blocks), num_warps=1)
+    _sample_rows[(rows,)](
+        part, place, token, logprob, BLOCKS=blocks, BLOCKS_POWER=next_power(blocks), num_warps=1, **dependent(logits)
+    )
     return token, logprob
 
 
@@ -166,7 +185,9 @@ def _advance(
     response_width,
     trash,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_inputs(DEPENDENT)
     row = tl.arange(0, BLOCK)
     real = row < count
     request = tl.load(rows_ptr + row, mask=real, other=-1)
@@ -211,5 +232,5 @@ def advance(board: Board, rows: int, token: Tensor, logprob: Tensor, stop_table:
     _advance[(1,)](
         board.rows, board.queue, board.scalars, board.ids, board.logprobs, board.lengths, board.stopped,
         token, logprob, stop_table, rows, board.rows.shape[1], board.queue.shape[1], board.ids.shape[1], board.trash,
-        BLOCK=next_power(rows), num_warps=4,
+        BLOCK=next_power(rows), num_warps=4, **dependent(token),
     )  # fmt: skip
