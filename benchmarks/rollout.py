@@ -35,6 +35,13 @@ from lit_ppo.rollout.hf import HFEngine
 ENGINES = ("graph", "hf", "dynamic", "static", "continuous")
 LENGTHS = ("equal", "third", "varying")
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny": (
+        "LlamaConfig",
+        dict(
+            vocab_size=1536, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512,
+        ),
+    ),
     "135M": (
         "LlamaConfig",
         dict(
@@ -47,6 +54,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(
             vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
             num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+        ),
+    ),
+    "7B": (
+        "Qwen2Config",
+        dict(
+            vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+            num_key_value_heads=4, max_position_embeddings=8192,
         ),
     ),
     "8B": (
