@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    MistralConfig,
+)
 
 from lit_ppo.config import LoRAConfig, SamplingConfig
 from lit_ppo.experience import Prompts
@@ -24,6 +31,8 @@ MORE = {
     "mistral": MistralConfig(**tiny.SHAPE, sliding_window=4),
     "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=20.0, final_logit_softcapping=10.0),
     "gemma3": Gemma3TextConfig(**GEMMA, layer_types=["sliding_attention", "full_attention"]),
+    "cohere": CohereConfig(**tiny.SHAPE, logit_scale=0.5),
+    "granite": GraniteConfig(**tiny.SHAPE, logits_scaling=0.5),
 }
 
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
 
 from lit_ppo.config import LoRAConfig, RoleConfig
 from lit_ppo.experience import Rollout
@@ -316,15 +318,45 @@ def test_the_critic_starts_from_a_reward_model_of_the_same_architecture_only():
     assert roles.critic.store.model.score.weight.any()  # a reward model's head is kept
 
 
-def test_an_architecture_that_caps_its_logits_is_refused():
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+GEMMA = tiny.SHAPE | {"head_dim": 8}
+SQUASHED = {
+    "gemma": transformers.GemmaConfig(**GEMMA),
+    "gemma2": transformers.Gemma2Config(**GEMMA, final_logit_softcapping=2.0, attn_implementation="eager"),
+    "cohere": transformers.CohereConfig(**tiny.SHAPE, logit_scale=0.25),
+    "granite": transformers.GraniteConfig(**tiny.SHAPE, logits_scaling=0.5),
+}
 
-    config = Gemma2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, final_logit_softcapping=0.5,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="`actor` is a Gemma2ForCausalLM, whose logits are not"):
-        RoleModel(Gemma2ForCausalLM(config).eval()).check_head("actor")
+
+@pytest.mark.parametrize("kind", list(SQUASHED))
+def test_logits_that_are_scaled_or_capped_are_so_in_log_probs(kind):
+    model, batch = sharp(AutoModelForCausalLM.from_config(SQUASHED[kind])), rollout()
+    store = RoleModel(model)
+    store.check_head("actor")
+    with torch.no_grad():
+        got, entropy = RoleView(store, "logprobs")(batch, temperature=0.7, entropy=True)
+        expected, expected_entropy = naive(model, batch, 0.7)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-4, atol=1e-5)
+
+
+def sharp(model):
+    """Weights large enough for a cap or a scale to matter."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)
+    return model.eval()
+
+
+def test_an_architecture_that_changes_its_logits_in_another_way_is_refused():
+    class Squared(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * output.logits.abs()
+            return output
+
+    with pytest.raises(ValueError, match=r"`actor` is a Squared, whose logits are not .* changed in another way"):
+        RoleModel(sharp(Squared(tiny.CONFIGS["llama"]))).check_head("actor")
     RoleModel(tiny.model()).check_head("actor")
 
 

@@ -9,27 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_ELEMENTS = 2**26
-"""Logits held at once: 256 MiB of float32, whatever the vocabulary."""
+from lit_ppo.roles.fused_head import HeadSpec, Tempering, fusable, fused_logprobs, plain_forward
 
-NEVER = -1e30
-"""Logit of a suppressed token: its probability is exactly 0 and, unlike -inf, 0 * NEVER is not NaN."""
+CHUNK_ELEMENTS = 2**27
+"""Logits held at once, whatever the vocabulary: 256 MiB in half precision."""
+
+UNCHANGED = HeadSpec()
 
 
 def tempered_logits(logits: Tensor, temperature: float, suppress: Tensor | None) -> Tensor:
     """Return the float32 logits that tokens are sampled from; the one definition that every log-prob uses.
 
     Args:
-        logits: (..., V) of any float dtype.
+        logits: (..., V) of any float dtype: the model's, scaled or capped as its architecture does.
         temperature: Divides the logits; 0 (greedy decoding) leaves them as they are.
         suppress: (S,) int64 ids that are never sampled, or None.
     """
-    logits = logits.float()
-    if temperature not in (0, 1):
-        logits = logits / temperature
-    if suppress is not None and suppress.numel():
-        logits = logits.index_fill(-1, suppress.to(logits.device), NEVER)
-    return logits
+    return _tempering(temperature, suppress, UNCHANGED)(logits)
 
 
 def token_logprobs(
@@ -39,13 +35,15 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     suppress: Tensor | None = None,
+    spec: HeadSpec = UNCHANGED,
     entropy: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `targets`, and the entropy, with the head applied to a chunk of tokens at a time.
 
-    With more than one chunk, the backward computes each chunk's logits again rather than keep them, so the peak
-    depends on the chunk and not on the number of tokens.
+    The backward computes each chunk's logits again rather than keep them, so the peak depends on the chunk and not on
+    the number of tokens. A plain linear head takes the fused path (`lit_ppo.roles.fused_head`); one with an adapter, a
+    quantized one or one with hooks is called, under torch's checkpointing.
 
     Args:
         hidden: (N, H) last hidden states at the positions that predict `targets`.
@@ -53,23 +51,23 @@ def token_logprobs(
         head: Maps (n, H) to (n, V) logits.
         temperature: As in `tempered_logits`.
         suppress: As in `tempered_logits`.
+        spec: What the architecture does to the head's output.
         entropy: Also return the entropy of each distribution.
         chunk_elements: Logits held at once.
 
     Returns:
         (N,) float32 log-probs, and (N,) float32 entropies or None.
     """
+    tempering = _tempering(temperature, suppress, spec)
+    if fusable(head):
+        linear: Any = head
+        return fused_logprobs(hidden, targets, linear, tempering, entropy=entropy, chunk_elements=chunk_elements)
 
     def run(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = tempered_logits(head(h), temperature, suppress)
-        total = logits.logsumexp(-1)
-        logprob = logits.gather(-1, t[:, None])[:, 0] - total
-        if not entropy:
-            return logprob, None
-        return logprob, total - (logits.sub(total[:, None]).exp() * logits).sum(-1)
+        logprob, _, entropies = plain_forward(head(h), t, tempering, entropy)
+        return logprob, entropies
 
-    n_vocab = head_width(head, hidden)
-    rows = max(1, chunk_elements // n_vocab)
+    rows = max(1, chunk_elements // head_width(head, hidden))
     if len(hidden) <= rows:
         return run(hidden, targets)
     parts = []
@@ -80,6 +78,10 @@ def token_logprobs(
             parts.append(run(h, t))
     logprobs = torch.cat([p[0] for p in parts])
     return logprobs, torch.cat([p[1] for p in parts]) if entropy else None
+
+
+def _tempering(temperature: float, suppress: Tensor | None, spec: HeadSpec) -> Tempering:
+    return Tempering(temperature, suppress if suppress is not None and suppress.numel() else None, spec)
 
 
 def head_width(head: Callable[[Tensor], Tensor], hidden: Tensor) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lit_ppo.experience import Rollout
 from lit_ppo.roles.adapters import active_adapter, adapter_aware, tuner_layers
+from lit_ppo.roles.fused_head import HeadSpec
 from lit_ppo.roles.logprobs import token_logprobs, values_from
 
 
@@ -92,6 +93,7 @@ class RoleModel(nn.Module):
                 self.base.get_output_embeddings(),
                 temperature=temperature,
                 suppress=suppress,
+                spec=HeadSpec.of(self.base.config),
                 entropy=entropy,
             )
             return _spread(logprobs, mask), None if entropies is None else _spread(entropies, mask)
@@ -113,8 +115,8 @@ class RoleModel(nn.Module):
     def check_head(self, role: str) -> None:
         """Compare the log-probs computed here with the model's own logits on a few tokens.
 
-        Some architectures scale or cap their logits after the head; training on other log-probs than those that are
-        sampled would be silently wrong.
+        Architectures may do more to their logits after the head than `HeadSpec` knows; training on other log-probs than
+        those that are sampled would be silently wrong.
 
         Args:
             role: For the error.
@@ -126,13 +128,13 @@ class RoleModel(nn.Module):
         device = base.get_input_embeddings().weight.device
         ids = torch.arange(1, 5, device=device)[None] % base.config.get_text_config().vocab_size
         hidden = decoder_of(base)(input_ids=ids, use_cache=False).last_hidden_state
-        ours = base.get_output_embeddings()(hidden).float()
+        ours = HeadSpec.of(base.config)(base.get_output_embeddings()(hidden).float())
         theirs = base(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
             raise ValueError(
                 f"`{role}` is a {type(base).__name__}, whose logits are not its output embedding applied to its last "
-                "hidden state (they are scaled or capped afterwards), so its log-probs would be wrong. "
-                "This architecture is not supported yet."
+                "hidden state, scaled and capped as its config says: they are changed in another way, so its log-probs "
+                "would be wrong. This architecture is not supported yet."
             )
 
 

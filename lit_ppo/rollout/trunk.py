@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from lit_ppo.roles.fused_head import HeadSpec
 from lit_ppo.roles.model import decoder_of
 from lit_ppo.rollout.cache import AttentionSpec, DecodeAttention, PrefillAttention, SlotCache
 
@@ -142,9 +143,7 @@ class HFTrunk:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, H) hidden states -> (n, V) logits."""
-        logits: Tensor = self.base.get_output_embeddings()(hidden)
-        cap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return HeadSpec.of(self.base.config)(self.base.get_output_embeddings()(hidden))
 
 
 def differs(trunk: HFTrunk, kernels: Any = None) -> float:
