@@ -16,15 +16,14 @@ from torch import nn
 from typing_extensions import override
 
 from lit_ppo.callbacks._common import (
-    after_configure_model,
     as_list,
     check_flags,
     clean_name,
     nearest,
     warn_of_finders,
-    withdraw,
 )
 from lit_ppo.callbacks._parameters import check_pattern, match, parameters, parents, tied
+from lit_ppo.hooks import after_configure_model, withdraw
 
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 

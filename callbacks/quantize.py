@@ -28,7 +28,6 @@ from lit_ppo.callbacks._bitsandbytes import (
     report_loaded,
 )
 from lit_ppo.callbacks._common import (
-    after_configure_model,
     as_list,
     check_flags,
     clean_name,
@@ -36,8 +35,8 @@ from lit_ppo.callbacks._common import (
     matches,
     nearest,
     outermost,
-    withdraw,
 )
+from lit_ppo.hooks import after_configure_model, withdraw
 
 SKIP = ("score", "classifier", "lm_head", "head", "v_head", "value_head", "lora_A", "lora_B")
 

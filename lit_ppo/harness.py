@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lit_ppo import checkpoint, preflight, summary
 from lit_ppo.algo.controllers import AdaptiveKL, FixedKL, RunningStd
 from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.hooks import after_configure_model
 from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.metrics import Means
 from lit_ppo.optim import MasterAdamW, apply_options, schedule
@@ -126,8 +127,6 @@ class PPOHarness(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Check everything that can be checked before a weight is loaded."""
-        from lit_ppo.callbacks._common import after_configure_model
-
         together("the checks before the run", lambda: preflight.check_run(self, stage))
         preflight.check_ranks(self)
         self.sharding = sharding_for(self.trainer.strategy)
@@ -327,6 +326,10 @@ class PPOHarness(LightningModule):
             for listener in self.phase_listeners:
                 listener(None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the strategy behind in a copy or a pickle, as Lightning leaves the trainer."""
+        return {**super().__getstate__(), "sharding": Replicated(None)}
+
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
@@ -339,6 +342,10 @@ class PPOHarness(LightningModule):
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
         result.missing_keys.clear()  # frozen weights, of which Lightning would warn
         return result
+
+    def on_after_backward(self) -> None:
+        """Leave it to the strategy what becomes of a micro-batch's gradients."""
+        self.sharding.after_backward()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Have the last iteration's metrics written."""

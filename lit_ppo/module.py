@@ -20,6 +20,7 @@ from lit_ppo.algo.masked import whiten
 from lit_ppo.experience import Experience, Prompts, Rollout
 from lit_ppo.harness import PPOHarness
 from lit_ppo.metrics import Means
+from lit_ppo.ranks import distributed
 from lit_ppo.rewards import Scores
 from lit_ppo.rollout.base import PREDICT, TEST, TRAIN, VALIDATE, Draw, Sampling
 from lit_ppo.worst_case import DryRun, dry_runs
@@ -406,4 +407,4 @@ class PPOLightningModule(PPOHarness):
         """Log and forget the evaluation's means."""
         metrics, self.eval_means = self.eval_means.compute(self.reduce), Means()
         named = {f"{prefix}/{k}": v for k, v in metrics.items()}
-        self.log_dict(named, batch_size=1, sync_dist=self.trainer.world_size > 1)  # equal, but Lightning asks
+        self.log_dict(named, batch_size=1, sync_dist=distributed())  # equal, but Lightning asks

@@ -11,9 +11,14 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+def distributed() -> bool:
+    """Whether there is a process group, if only of one rank."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def gather(value: Any) -> list[Any]:
     """Return every rank's value, in the order of ranks."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not distributed() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -104,10 +104,10 @@ def test_resume_on_cuda_is_exact(tmp_path):
 
     whole = make()
     run(tmp_path / "a", whole, data=data(), max_epochs=2)
-    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    saver = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=4, save_top_k=-1, filename="{step}")
     run(tmp_path / "b", make(), data=data(), max_epochs=2, enable_checkpointing=True, callbacks=[saver])
     resumed = make()
     trainer = tiny.trainer(tmp_path / "c", accelerator="gpu", max_epochs=2)
-    trainer.fit(resumed, data(), ckpt_path=str(tmp_path / "step=8.ckpt"))
+    trainer.fit(resumed, data(), ckpt_path=str(tmp_path / "saved" / "step=8.ckpt"))
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name

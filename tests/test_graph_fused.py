@@ -262,8 +262,6 @@ def test_graphs_are_captured_once_and_sample_what_is_trained():
     prompts = tiny.prompts(40).to("cuda")
     engine = GraphEngine(policy, max_rows=16)
     engine.generate(prompts, options, DRAW)
-    captures = engine.stats["captures"]
-    assert captures > 0
     assert isinstance(engine._trunk, FusedTrunk)
     for number in range(3):
         with torch.no_grad():  # an update in place
@@ -275,4 +273,4 @@ def test_graphs_are_captured_once_and_sample_what_is_trained():
             logprobs, _ = policy(rollout)
         gap = (logprobs - rollout.logprobs).abs()
         assert float(gap[rollout.mask].mean()) < 0.02
-    assert engine.stats["captures"] == captures
+    assert engine.stats["captures"] == len(engine._graphs) > 0  # one for each bucket that a rollout came to

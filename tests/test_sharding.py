@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from lit_ppo import RoleConfig
+from lit_ppo import PPOLightningModule, PromptDataModule, RoleConfig, SamplingConfig
 from lit_ppo.experience import Experience, Rollout
 from lit_ppo.ranks import check_same, gather, together
 from lit_ppo.roles.build import build_roles, named_tensors, plan_roles
@@ -19,6 +21,8 @@ from lit_ppo.sharding import sharding_for
 from lit_ppo.sharding.fsdp1 import one_dtype
 from lit_ppo.sharding.materialize import Source, fill
 from lit_ppo.sharding.units import check_floats, layers
+
+SHORT = SamplingConfig(max_new_tokens=4, temperature=1.0)
 
 
 def rollout(rows: int) -> Rollout:
@@ -132,3 +136,16 @@ def test_one_process_agrees_with_itself():
     with pytest.raises(ZeroDivisionError):
         together("this", lambda: 1 // 0)
     check_same({"a": 1})
+
+
+def test_a_strategy_of_one_rank_logs_an_evaluation_without_a_warning(tmp_path):
+    """Lightning warns wherever there is a process group, if only of one rank."""
+    alone, spread = (PPOLightningModule(tiny.folder(), reward=tiny.count_w1, sampling=SHORT) for _ in range(2))
+    data = PromptDataModule(tiny.rows(8), val=tiny.rows(5), batch_size=8, val_batch_size=4)
+    want = tiny.fit(tmp_path, alone, data).callback_metrics["val/reward"]
+    got = tiny.fit(tmp_path, spread, data, strategy=DDPStrategy(process_group_backend="gloo"))
+    assert got.callback_metrics["val/reward"] == want
+    again = pickle.loads(pickle.dumps(spread))  # what a fit leaves goes with the trainer, not with the module
+    assert torch.equal(again.state_dict()["actor.model.lm_head.weight"], spread.actor.model.lm_head.weight)
+    torch.distributed.destroy_process_group()
+    tiny.fit(tmp_path, again, data)

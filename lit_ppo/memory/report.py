@@ -136,7 +136,8 @@ def _levers(
             "set PYTORCH_ALLOC_CONF=expandable_segments:True (older name: PYTORCH_CUDA_ALLOC_CONF) before the start"
         )
         found.append((gap, f"fragmentation: {advice}"))
-    if (others := use.get("other processes and contexts", 0)) > GIB:
+    own = use.get("limit of this process", use.get("device", 0)) - use.get("reserved", 0)
+    if (others := use.get("other processes and contexts", 0)) > GIB and own >= use.get("free", 0):
         found.append((others, "other processes hold memory on this device: stop them or use another device"))
     return sorted(found, key=lambda lever: -lever[0])
 
@@ -178,7 +179,9 @@ def _device_use(device: torch.device) -> dict[str, int]:
         return _process_use()
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
-    return {
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    limit = {"limit of this process": int(share * total)} if share < 1 else {}
+    return limit | {
         "allocated": allocated,
         "reserved": reserved,
         "reserved but unallocated (fragmentation)": reserved - allocated,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +46,12 @@ class FSDP1(Replicated):
                 "apart. Leave it out."
             )
         self.policy = strategy.kwargs.get("auto_wrap_policy")
+        with warnings.catch_warnings():  # of a full-precision copy, which only weights loaded in full precision keep
+            warnings.filterwarnings("ignore", "FSDP with `.*-true` enables computation in lower precision")
+            mixed = strategy.mixed_precision_config
+        if mixed is not None:  # rotary frequencies rounded to bfloat16 would lose their place after some hundred tokens
+            strategy.mixed_precision = replace(mixed, buffer_dtype=None)
+        self._sums: dict[nn.Parameter, Tensor] = {}
 
     def place(self, store: nn.Module, source: Source) -> nn.Module:
         """Wrap layer by layer, or by the policy that the strategy was given."""
@@ -53,7 +60,7 @@ class FSDP1(Replicated):
         check_floats(store, "FSDP1")
         one_dtype(store)
         done = set()
-        options = self._options()
+        options = {} if self.policy is None else {"auto_wrap_policy": self.policy}
         if self.policy is None:
             for parent, name, layer in layers(store):
                 fill(layer, source)
@@ -69,14 +76,6 @@ class FSDP1(Replicated):
                 unit._handle._skip_writeback_check = True
         self.strategy.kwargs.pop("auto_wrap_policy", None)  # applied: Lightning need not warn that it is not
         return wrapped
-
-    def _options(self) -> dict[str, Any]:
-        """What differs from the strategy's own options."""
-        mixed = self.strategy.mixed_precision_config
-        options: dict[str, Any] = {} if self.policy is None else {"auto_wrap_policy": self.policy}
-        if mixed is not None:  # rotary frequencies rounded to bfloat16 would lose their place after some hundred tokens
-            options["mixed_precision"] = replace(mixed, buffer_dtype=None)
-        return options
 
     @contextmanager
     def gathered(self, store: nn.Module) -> Iterator[None]:
@@ -100,9 +99,25 @@ class FSDP1(Replicated):
                 handle._sharding_strategy = strategy
                 _reshard(unit, handle, handle.uses_sharded_strategy)
 
-    def unsynced(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
         """Each backward reduces its gradients to shards: a whole gradient would not fit."""
-        return nullcontext()
+        self._sums = {}
+        yield
+        self._sums = {}
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Add gradients on the CPU up, of which FSDP with `cpu_offload` keeps those of the last backward alone."""
+        if self.device.type == "cpu" or not self.strategy.cpu_offload.offload_params:
+            return
+        for parameter in self.strategy.model.parameters():
+            if parameter.grad is None:
+                continue
+            if parameter in self._sums:
+                parameter.grad.copy_(self._sums[parameter].add_(parameter.grad))
+            else:
+                self._sums[parameter] = parameter.grad.clone()
 
     def average(self, parameters: list[nn.Parameter]) -> None:
         """The backwards have done it."""

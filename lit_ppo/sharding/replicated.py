@@ -58,6 +58,9 @@ class Replicated:
         ddp = getattr(self.strategy, "model", None)
         return ddp.no_sync() if isinstance(ddp, DistributedDataParallel) else nullcontext()
 
+    def after_backward(self) -> None:
+        """Do what is due after each backward of a step, within `unsynced`."""
+
     @torch.no_grad()
     def average(self, parameters: list[nn.Parameter]) -> None:
         """Average gradients over ranks, once a step, whatever each rank's backwards were.

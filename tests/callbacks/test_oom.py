@@ -579,10 +579,9 @@ def test_cuda_runs_out_of_memory_and_goes_on(dry_run):
         assert torch.cuda.get_per_process_memory_fraction() < 0.5  # the dry run put the limit back
         assert difference(expected, got.cpu()) < 1e-6
         assert guarded.epoch == pytest.approx(logged.epoch, rel=1e-5)
-        with pytest.raises(
-            OutOfMemoryReport,
-            match=r"(?s)One row.*reserved but unallocated.*1\. recompute activations: `GradientCheckpointing`",
-        ):
+        # Whatever other processes hold: it is this one's limit that is in the way.
+        advice = r"(?s)One row.*limit of this process.*reserved but unallocated.*1\. recompute activations: `Gradient"
+        with pytest.raises(OutOfMemoryReport, match=advice):
             fit(Wide, DataLoader(TensorDataset(torch.randn(2, 1 << 14, 8192))), OOMGuard(), **kwargs)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

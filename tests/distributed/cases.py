@@ -63,6 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no critic": {
         "ppo": PPOConfig(epochs=2, advantage="grpo", kl_loss_coef=0.1, loss_aggregation="seq_mean_token_mean"),
         "sampling": SamplingConfig(max_new_tokens=6, temperature=1.0, samples_per_prompt=2),
+        "optim": OptimConfig(actor_lr=1e-3),
     },
 }
 PROMPTS = {"scarce": 3}
