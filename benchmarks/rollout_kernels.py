@@ -64,9 +64,8 @@ def attention(shape: dict[str, Any], batch: int, context: int, device: str, rate
     table = tuple(torch.randn(width, dim, device=device, dtype=dtype) for _ in range(2))
     slots, lengths = torch.arange(batch, device=device), torch.full((batch,), context, device=device)
     spec = AttentionSpec(dim**-0.5)
-    for block, warps, stages in ((32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 2, 2), (64, 4, 2), (64, 4, 3), (128, 4, 2)):
-        attention_kernels.ATTENTION_BLOCK = block
-        attention_kernels.ATTENTION_WARPS, attention_kernels.ATTENTION_STAGES = warps, stages
+    for block, warps, stages in ((32, 2, 3), (32, 4, 3), (64, 4, 2), (64, 4, 3), (128, 4, 2)):
+        attention_kernels.FEW = attention_kernels.MANY = block, warps, stages
         for splits in (1, 2):
 
             def work(i: int, splits: int = splits) -> None:

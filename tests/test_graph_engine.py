@@ -89,6 +89,18 @@ def test_refills_change_nothing(rows, behind):
     assert 0 <= waste <= (40 + 16 * behind) * rows  # rows do not wait for the longest of their batch
 
 
+def test_rows_move_to_the_front_while_the_host_reads_behind():
+    model, prompts = tiny.model(scale=1.0), tiny.prompts(30)
+    options = sampling(model, stop_tokens=list(range(2, 9)), max_new_tokens=60)
+    engine = GraphEngine(view(model), max_rows=16, read_behind=1)
+    moves = []
+    inner = engine._step
+    engine._step = lambda rows, *args: moves.append(rows) or inner(rows, *args)
+    ours = engine.generate(prompts, options, DRAW)
+    assert len(set(moves)) > 1
+    assert_same(ours, HFEngine(view(model)).generate(prompts, options, DRAW))
+
+
 def test_samples_of_a_prompt_share_its_prefill():
     model, prompts = tiny.model(), tiny.prompts(4).repeat(3)
     options = sampling(model)

@@ -12,7 +12,7 @@ CUDA = torch.cuda.is_available()
 
 from lit_ppo.algo.noise import base_key  # noqa: E402
 from lit_ppo.config import SamplingConfig  # noqa: E402
-from lit_ppo.rollout import kernels, launch, layer_kernels, matmul_kernels  # noqa: E402
+from lit_ppo.rollout import kernels, layer_kernels, matmul_kernels  # noqa: E402
 from lit_ppo.rollout.base import resolve_sampling  # noqa: E402
 from lit_ppo.rollout.board import Board  # noqa: E402
 from lit_ppo.rollout.cache import AttentionSpec, DecodeAttention, SlotCache  # noqa: E402
@@ -194,18 +194,3 @@ def test_products_with_what_follows_them(dtype, rows, width, inner):
         want = layer_kernels.add_norm(nn.functional.linear(x, weight), other, norm, 1e-5)
         close(matmul_kernels.add_parts_norm(parts, residual, norm, 1e-5), want, dtype)
         close(residual, other, dtype)
-
-
-@pytest.mark.gpu
-def test_dependent_launches_change_nothing(monkeypatch):
-    x = torch.randn(64, 1536, device=DEVICE, dtype=torch.bfloat16)
-    weight = torch.randn(1536, 1536, device=DEVICE, dtype=torch.bfloat16) / 40
-    norm, tiles = torch.ones(1536, device=DEVICE, dtype=torch.bfloat16), Tiles(64, 64, 64, 4, 4, 3)
-    results = []
-    for enabled in (True, False):
-        monkeypatch.setattr(launch, "ENABLED", enabled)
-        residual, y = x.clone(), x
-        for _ in range(200):  # each kernel reads what the one before it has just written
-            y = matmul_kernels.add_parts_norm(matmul_kernels.product_parts(y, weight, tiles), residual, norm, 1e-5)
-        results.append(y)
-    assert torch.equal(*results)

@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor, float32
 
 from lit_ppo.rollout.cache import AttentionSpec
-from lit_ppo.rollout.launch import dependent, wait_for_inputs
 from lit_ppo.rollout.layer_kernels import next_power
 
-ATTENTION_BLOCK, ATTENTION_WARPS, ATTENTION_STAGES = 32, 2, 3
-"""Stored tokens that a program of the attention reads at once, its warps, and how many reads are under way."""
+FEW_PROGRAMS = 264
+FEW, MANY = (64, 4, 3), (32, 2, 3)
+"""Stored tokens that a program of the attention reads at once, its warps, and how many reads are under way: where no
+more than `FEW_PROGRAMS` (two on each multiprocessor of an H200) share the device, and where more do."""
 
 MOST_PROGRAMS, SHORTEST_SPAN = 528, 512
 """A sequence is split among programs while there are no more than these (four on each multiprocessor of an H200), and
@@ -69,14 +70,12 @@ def _decode_attention(
     WINDOW: tl.constexpr,
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     # One program: one sequence, one KV head with its group of query heads, one of SPLITS spans of the stored tokens.
     # FUSED: q_ptr holds queries, keys and values as projected; the new token is rotated, stored and attended to here.
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    wait_for_inputs(DEPENDENT)
     slot = tl.load(slot_ptr + row)
     length = tl.load(length_ptr + row)
     seen_last = length.to(tl.int32)  # the last token that is seen
@@ -162,10 +161,7 @@ def _decode_attention(
 
 
 @triton.jit
-def _join_splits(
-    part_ptr, out_ptr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    wait_for_inputs(DEPENDENT)
+def _join_splits(part_ptr, out_ptr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     head = tl.program_id(0)
     d = tl.arange(0, DIM_BLOCK)
     s = tl.arange(0, SPLITS)
@@ -254,17 +250,22 @@ def _attend(
             splits *= 2
     part = q.new_empty((rows, n_heads, splits, dim + 2) if splits > 1 else (1,), dtype=float32)
     dim_block, group = max(16, next_power(dim)), n_heads // kv_heads
+    block, warps, stages = FEW if rows * kv_heads * splits <= FEW_PROGRAMS else MANY
     cos, sin = table if table is not None else (q, q)
     q_norm, k_norm, eps = norms if norms is not None else (q, q, 0.0)
     _decode_attention[(rows, kv_heads, splits)](
         q, keys, values, slots, lengths, out, part, cos, sin, q_norm, k_norm, eps,
         spec.scale, spec.softcap or 0.0, spec.window or 0, keys.stride(0), keys.stride(1),
         HEADS=kv_heads, GROUP=group, DIM=dim, DIM_BLOCK=dim_block, ROWS=max(16, next_power(group)),
-        BLOCK=ATTENTION_BLOCK, SPLITS=splits, SOFTCAP=spec.softcap is not None, WINDOW=spec.window is not None,
-        FUSED=table is not None, NORM=norms is not None, num_warps=ATTENTION_WARPS, num_stages=ATTENTION_STAGES,
-        **dependent(q),
+        BLOCK=block, SPLITS=splits, SOFTCAP=spec.softcap is not None, WINDOW=spec.window is not None,
+        FUSED=table is not None, NORM=norms is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows * n_heads,)](
-            part, out, DIM=dim, DIM_BLOCK=dim_block, SPLITS=splits, num_warps=1, **dependent(q)
+            part,
+            out,
+            DIM=dim,
+            DIM_BLOCK=dim_block,
+            SPLITS=splits,
+            num_warps=1,
         )

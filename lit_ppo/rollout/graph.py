@@ -198,6 +198,7 @@ class GraphEngine:
                 if bucket_of(len(busy)) < bucket:
                     bucket = bucket_of(len(busy))
                     board.gather(torch.tensor(busy, device=board.rows.device))
+                    looks.clear()  # they show the rows where they were
         self.stats = {
             "seconds": _seconds(start, self._now()),
             "prefill_seconds": _seconds(start, filled),

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_ppo.rollout.launch import dependent, wait_for_inputs
-
 
 def next_power(n: int) -> int:
     """Return the least power of 2 that is not below `n`."""
@@ -30,13 +28,11 @@ def _add_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     real = d < WIDTH
     dtype = out_ptr.dtype.element_ty
-    wait_for_inputs(DEPENDENT)
     x = tl.load(x_ptr + row * WIDTH + d, mask=real, other=0.0)
     if ADD:
         x = (x.to(tl.float32) + tl.load(residual_ptr + row * WIDTH + d, mask=real, other=0.0).to(tl.float32)).to(dtype)
@@ -64,7 +60,7 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     block = next_power(width)
     _add_norm[(len(x),)](
         x, x if residual is None else residual, weight, out, eps, WIDTH=width, BLOCK=block, ADD=residual is not None,
-        num_warps=max(1, min(8, block // 512)), **dependent(x),
+        num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
     return out
 
@@ -153,8 +149,7 @@ def rotate(
 
 
 @triton.jit
-def _swiglu(x_ptr, out_ptr, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    wait_for_inputs(DEPENDENT)
+def _swiglu(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = d < width
@@ -170,5 +165,5 @@ def swiglu(x: Tensor) -> Tensor:
     width = x.shape[1] // 2
     out = x.new_empty(len(x), width)
     block = min(2048, next_power(width))
-    _swiglu[(len(x), triton.cdiv(width, block))](x, out, width, BLOCK=block, num_warps=4, **dependent(x))
+    _swiglu[(len(x), triton.cdiv(width, block))](x, out, width, BLOCK=block, num_warps=4)
     return out

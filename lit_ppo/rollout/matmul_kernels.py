@@ -8,6 +8,7 @@ where gate and up are still in registers.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_ppo.rollout.launch import dependent, wait_for_inputs
 from lit_ppo.rollout.layer_kernels import next_power
 
 
@@ -45,7 +45,6 @@ def _product(
     SPLIT: tl.constexpr,
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     # One program: a tile of the output over `span` inner elements. GATED: silu of it times the tile `columns` further.
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -61,7 +60,6 @@ def _product(
     up_at = w_at + columns.to(tl.int64) * inner
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     up_acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    wait_for_inputs(DEPENDENT)
     for start in range(first, last, INNER):
         if EVEN:
             x = tl.load(x_at, mask=in_rows[:, None], other=0.0)
@@ -98,7 +96,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, columns: int, tiles: Tiles, 
     _product[grid](
         x, weight, out, rows, columns, inner, span,
         ROWS=tiles.rows, COLUMNS=tiles.columns, INNER=tiles.inner, SPLIT=out.dim() == 3, GATED=gated,
-        EVEN=inner % tiles.inner == 0, num_warps=tiles.warps, num_stages=tiles.stages, **dependent(x),
+        EVEN=inner % tiles.inner == 0, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
@@ -145,14 +143,12 @@ def _add_parts_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     real = d < WIDTH
     dtype = out_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + d, mask=real, other=0.0).to(tl.float32)
-    wait_for_inputs(DEPENDENT)
     x = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         x += tl.load(part_ptr + (part * rows + row) * WIDTH + d, mask=real, other=0.0)
@@ -181,16 +177,46 @@ def add_parts_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     block = next_power(width)
     _add_parts_norm[(rows,)](
         parts, residual, weight, out, rows, eps, WIDTH=width, BLOCK=block, PARTS=len(parts),
-        num_warps=max(1, min(8, block // 512)), **dependent(parts),
+        num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
     return out
 
 
+MOST_ROWS, LARGEST_WEIGHT = 256, 2**25
+"""Rows, and elements of a weight, up to which these kernels were measured beside PyTorch's products."""
+
+
+@functools.cache
+def _hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _served(x: Tensor, weight: Tensor | None) -> bool:
+    few = len(x) <= MOST_ROWS and x.dtype.itemsize == 2
+    return few and weight is not None and weight.numel() <= LARGEST_WEIGHT and _hopper(x.device)
+
+
 def tiles_of_gated(x: Tensor, weight: Tensor | None) -> Tiles | None:
-    """Return how to cut `gated_product`, or None where a linear layer and then SwiGLU is faster."""
-    return None
+    """Return how to cut `gated_product`, or None where a linear layer and then SwiGLU is faster.
+
+    From `benchmarks/rollout_products.py` on an H200; the same on every run, so that a resumed run samples the same.
+    """
+    if not _served(x, weight):
+        return None
+    if len(x) <= 16:
+        return Tiles(16, 32, 128, 1, 4, 3)
+    if len(x) <= 64:
+        return Tiles(64, 32, 64, 1, 4, 4)
+    return Tiles(64, 64, 64, 1, 4, 3) if x.shape[1] <= 1024 else None
 
 
 def tiles_of_parts(x: Tensor, weight: Tensor | None) -> Tiles | None:
-    """Return how to cut `product_parts`, or None where a linear layer is faster."""
-    return None
+    """Return how to cut `product_parts`, or None where a linear layer is faster; as `tiles_of_gated`."""
+    if not _served(x, weight):
+        return None
+    splits = 2 if x.shape[1] <= 2048 else 8
+    if len(x) <= 16:
+        return Tiles(16, 32, 128, splits, 4, 4)
+    if len(x) <= 64:
+        return Tiles(64, 32, 128, splits, 4, 4 if splits == 2 else 3)
+    return Tiles(64, 64, 64, 2, 4, 3) if weight is not None and weight.numel() <= 2**20 else None

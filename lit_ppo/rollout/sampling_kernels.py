@@ -11,13 +11,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from lit_ppo.rollout.launch import dependent, wait_for_inputs
 from lit_ppo.rollout.layer_kernels import next_power
 
 if TYPE_CHECKING:
     from lit_ppo.rollout.board import Board
 
-SAMPLE_BLOCK, SAMPLE_WARPS = 4096, 8
+SAMPLE_BLOCK, SAMPLE_WARPS = 2048, 4
 """Vocabulary entries that one program of the sampler looks at, and its warps."""
 
 
@@ -72,10 +71,8 @@ def _sample_blocks(
     TEMPER: tl.constexpr,
     SUPPRESS: tl.constexpr,
     FAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     # One program: one row, BLOCK vocabulary entries -> (max, sum of exp, best perturbed logit, its logit), its id.
-    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -113,9 +110,7 @@ def _sample_rows(
     logprob_ptr,
     BLOCKS: tl.constexpr,
     BLOCKS_POWER: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     b = tl.arange(0, BLOCKS_POWER)
     real = b < BLOCKS
@@ -159,10 +154,16 @@ def sample(
         logits, part if suppress_table is None else suppress_table, base, index, step, part, place,
         temperature, vocab, logits.stride(0), BLOCK=SAMPLE_BLOCK, NOISE=temperature > 0,
         TEMPER=temperature not in (0, 1), SUPPRESS=suppress_table is not None, FAST=logits.is_cuda,
-        num_warps=SAMPLE_WARPS, **dependent(logits),
+        num_warps=SAMPLE_WARPS,
     )  # fmt: skip
     _sample_rows[(rows,)](
-        part, place, token, logprob, BLOCKS=blocks, BLOCKS_POWER=next_power(blocks), num_warps=1, **dependent(logits)
+        part,
+        place,
+        token,
+        logprob,
+        BLOCKS=blocks,
+        BLOCKS_POWER=next_power(blocks),
+        num_warps=1,
     )
     return token, logprob
 
@@ -185,9 +186,7 @@ def _advance(
     response_width,
     trash,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    wait_for_inputs(DEPENDENT)
     row = tl.arange(0, BLOCK)
     real = row < count
     request = tl.load(rows_ptr + row, mask=real, other=-1)
@@ -232,5 +231,5 @@ def advance(board: Board, rows: int, token: Tensor, logprob: Tensor, stop_table:
     _advance[(1,)](
         board.rows, board.queue, board.scalars, board.ids, board.logprobs, board.lengths, board.stopped,
         token, logprob, stop_table, rows, board.rows.shape[1], board.queue.shape[1], board.ids.shape[1], board.trash,
-        BLOCK=next_power(rows), num_warps=4, **dependent(token),
+        BLOCK=next_power(rows), num_warps=4,
     )  # fmt: skip
