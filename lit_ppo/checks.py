@@ -10,6 +10,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_ppo.config import PPOConfig, RoleConfig, from_dict
 from lit_ppo.data import PromptDataModule
 from lit_ppo.rewards import FunctionReward
+from lit_ppo.roles.build import RolePlan
+from lit_ppo.roles.loading import resolve_dtype
 
 if TYPE_CHECKING:
     from lit_ppo.harness import PPOHarness
@@ -33,6 +35,59 @@ def check_effect(module: PPOHarness) -> None:
         rank_zero_warn(
             f"{', '.join(f'`{n}`' for n in names)}: no effect, as `ppo.advantage={ppo.advantage!r}` has no critic."
         )
+
+
+def check_optimizer(module: PPOHarness, plan: RolePlan) -> None:
+    """Check that the optimizer's state can be held as configured, by the kind of weights and by the strategy.
+
+    Args:
+        module: Has the options; its sharding is known.
+        plan: What will be loaded.
+
+    Raises:
+        ValueError: It cannot, or an option would have no effect.
+    """
+    optim, sharding, device = module.optim, module.sharding, module.target_device
+    if optim.rounding == "stochastic":
+        dtypes = trained_dtypes(plan, device)
+        if torch.bfloat16 not in dtypes or torch.float16 in dtypes:
+            found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+            raise ValueError(
+                f"`optim.rounding='stochastic'` is for bfloat16 weights, and what is trained is {found}. Leave it out, "
+                'or train in bfloat16: `Trainer(precision="bf16-true")`.'
+            )
+    if optim.state == "8bit" and sharding.flat:
+        raise ValueError(
+            "`optim.state='8bit'` scales the blocks of a matrix's rows, and FSDP1 flattens the matrices: such a state "
+            "could not be read by another number of ranks. Use `ModelParallelStrategy(data_parallel_size=N, "
+            "tensor_parallel_size=1)`, or `optim.state='float32'`."
+        )
+    if optim.paged and (sharding.sharded or device.type != "cuda"):
+        why = (
+            "a sharding strategy keeps the state with its shards" if sharding.sharded else "it pages to and from a GPU"
+        )
+        raise ValueError(
+            f"`optim.paged=True` cannot be used here ({type(module.trainer.strategy).__name__} on {device}): {why}. "
+            "Leave it out."
+        )
+
+
+def trained_dtypes(plan: RolePlan, device: torch.device) -> set[torch.dtype]:
+    """Return the dtypes of the weights that will be trained, before any is loaded.
+
+    Args:
+        plan: What will be loaded.
+        device: Where the trained weights will be.
+    """
+    if plan.true_dtype is not None:
+        return {plan.true_dtype}
+    if plan.lora is not None:
+        return {torch.float32}  # the adapters'
+    sources = [plan.actor, plan.critic or plan.actor] if plan.has_critic else [plan.actor]
+    return {
+        resolve_dtype(s.dtype, trained=True, device=device) if isinstance(s, RoleConfig) else next(s.parameters()).dtype
+        for s in sources
+    }
 
 
 def check_columns(module: PPOHarness, data: PromptDataModule, stage: str) -> None:

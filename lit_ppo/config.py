@@ -370,6 +370,13 @@ class OptimConfig:
     """Adam's epsilon."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
+    state: str = "float32"
+    """Adam's moments: float32 (8 bytes a parameter), or 8bit (2 bytes; matrices of 4096 elements or more)."""
+    rounding: str = "master"
+    """How small updates of bfloat16 weights are kept: master (a float32 copy of each), or stochastic (none; each weight
+    is rounded up or down by chance, in proportion). Without effect on float32 weights."""
+    paged: bool = False
+    """Keep the optimizer's state in pinned CPU memory, on the GPU only around the step. CUDA alone."""
     schedule: str = "linear"
     """linear or cosine to 0 at the last iteration, or constant."""
     warmup_iterations: int = 0
@@ -391,6 +398,8 @@ class OptimConfig:
             _at_least(me, "betas", beta, 0)
             if beta >= 1:
                 raise ValueError(f"`optim.betas={betas!r}` must be below 1.")
+        choice(me, "state", self.state, ("float32", "8bit"))
+        choice(me, "rounding", self.rounding, ("master", "stochastic"))
         choice(me, "schedule", self.schedule, SCHEDULES)
         _at_least(me, "warmup_iterations", self.warmup_iterations, 0)
         _at_least(me, "total_iterations", self.total_iterations, 1)

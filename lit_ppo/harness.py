@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lit_ppo import checkpoint, preflight, summary
+from lit_ppo import checkpoint, checks, preflight, summary
 from lit_ppo.algo.controllers import AdaptiveKL, FixedKL, RunningStd
 from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, RoleConfig, SamplingConfig, from_dict
 from lit_ppo.hooks import after_configure_model
 from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.metrics import Means
-from lit_ppo.optim import MasterAdamW, apply_options, schedule
+from lit_ppo.optim import apply_options, build_optimizer, schedule
 from lit_ppo.ranks import gather, together
 from lit_ppo.rewards import build_rewards
 from lit_ppo.roles.build import Roles, build_roles
@@ -135,6 +136,8 @@ class PPOHarness(LightningModule):
                 '`ppo.rollout_engine="graph"` captures the layers of the actor, and a sharding strategy hooks into '
                 "them to gather weights. Use 'hf' or 'auto' under FSDP; 'graph' works on one device and under DDP."
             )
+        if stage == "fit":
+            checks.check_optimizer(self, replace(preflight.plan(self), true_dtype=preflight.true_dtype(self)))
         checkpoint.save_atomically(self.trainer)
         after_configure_model(self.trainer, self, self, self.shard)
 
@@ -194,9 +197,10 @@ class PPOHarness(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """One AdamW with a group per role, so that `global_step` counts PPO updates; the schedule counts iterations."""
-        optimizer = MasterAdamW(
-            [{"params": [p for _, p in self.trained[options["name"]]], **options} for options in self.group_options]
-        )
+        groups = [
+            {"params": [p for _, p in self.trained[options["name"]]], **options} for options in self.group_options
+        ]
+        optimizer = build_optimizer(groups, self.optim, self.seed)
         scheduler = schedule(optimizer, self.optim, lambda: preflight.total_iterations(self))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "name": "lr"}}
 

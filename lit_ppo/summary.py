@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lit_ppo.algo.masked import explained_variance
 from lit_ppo.experience import Rollout
 from lit_ppo.metrics import Means
+from lit_ppo.optim import state_bytes
 from lit_ppo.rewards import Samples, Scores
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def print_table(module: PPOHarness) -> None:
         base = getattr(model, "base", model)
         first = max(parameters, key=lambda p: p.numel())
         own = trained.get(role, [])
-        state = sum(p.numel() * (8 if p.element_size() >= 4 else 12) for p in own)  # moments, and masters if needed
+        state = sum(state_bytes(p, module.optim) for p in own)
         shared = seen.setdefault(id(model), role)
         table.add_row(
             role + models.get(role, ""),
@@ -159,7 +160,7 @@ def print_table(module: PPOHarness) -> None:
             str(first.device),
             in_bytes(sum(p.numel() * p.element_size() for p in parameters)) if shared == role else "",
             in_bytes(sum(p.numel() * p.element_size() for p in own)),
-            in_bytes(state),
+            in_bytes(state) + (" on the CPU" if module.optim.paged and state else ""),
         )
     for reward in terms:
         if reward.model is None:

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-import lit_ppo.optim
 from lit_ppo.config import OptimConfig
-from lit_ppo.optim import MasterAdamW, schedule
+from lit_ppo.optim import MasterAdamW, master, schedule
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -81,8 +80,8 @@ def test_full_precision_is_adamw_bit_by_bit(dtype):
 def test_chunks_change_nothing(monkeypatch):
     whole, cut = model(torch.bfloat16), model(torch.bfloat16)
     train(whole, MasterAdamW(whole.parameters(), lr=1e-2), 3)
-    monkeypatch.setattr(lit_ppo.optim, "_CHUNK", 100)  # less than the first weight
-    sizes = [[p.numel() for p in chunk] for chunk in lit_ppo.optim._chunks(cut.parameters())]
+    monkeypatch.setattr(master, "_CHUNK", 100)  # less than the first weight
+    sizes = [[p.numel() for p in chunk] for chunk in master._chunks(cut.parameters())]
     assert sizes == [[128], [16, 64, 4]]
     train(cut, MasterAdamW(cut.parameters(), lr=1e-2), 3)
     assert torch.equal(weights(cut), weights(whole))

@@ -1,8 +1,7 @@
-"""AdamW that does not round small updates away, and its schedule."""
+"""AdamW that does not round small updates away: float32 masters and moments."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, overload
@@ -10,16 +9,16 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
-from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import ParamsT
 
-from lit_ppo.config import OptimConfig
+from lit_ppo.optim.codes import decoded
 
 _CHUNK = 2**26
 """Elements updated at once: bounds the float32 temporaries of a step to a few times 256 MiB, whatever the model."""
 
 
-def _is_low_precision(p: Tensor) -> bool:
+def is_low_precision(p: Tensor) -> bool:
+    """Whether a parameter has fewer than 32 bits."""
     return p.is_floating_point() and p.dtype.itemsize < 4
 
 
@@ -95,8 +94,7 @@ class MasterAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for params in _chunks(p for p in group["params"] if p.grad is not None):
-                self._step(params, group)
+            self._step_group([p for p in group["params"] if p.grad is not None], group)
         return loss
 
     @torch.no_grad()
@@ -110,7 +108,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; masters and moments stay float32, which `Optimizer.load_state_dict` rounds to the parameter's.
 
-        The state of a `torch.optim.AdamW` loads too; masters then start from the parameters.
+        The state of a `torch.optim.AdamW` loads too; masters then start from the parameters. 8-bit moments are decoded.
 
         Args:
             state_dict: What `state_dict` returned. Its tensors are not shared with this optimizer.
@@ -119,14 +117,18 @@ class MasterAdamW(torch.optim.Optimizer):
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         ours = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, p in zip(saved, ours, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
+            given = state_dict["state"].get(key, {})
+            if "exp_avg_scale" in given:  # 8-bit moments
+                self.state[p] = {}
+                given = {name: given[name] for name in ("step", "master") if name in given} | decoded(given)
+            for name, value in given.items():
                 if isinstance(value, Tensor):
-                    kind = {"device": p.device, "dtype": torch.float32 if _is_low_precision(p) else p.dtype}
+                    kind = {"device": p.device, "dtype": torch.float32 if is_low_precision(p) else p.dtype}
                     self.state[p][name] = value.clone() if name == "step" else value.to(**kind, copy=True)
 
     def _allocate(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]
-        kept = torch.float32 if _is_low_precision(p) else p.dtype
+        kept = torch.float32 if is_low_precision(p) else p.dtype
         if "step" not in state:
             state["step"] = torch.zeros(
                 (), dtype=torch.float32
@@ -136,6 +138,10 @@ class MasterAdamW(torch.optim.Optimizer):
         if kept != p.dtype and "master" not in state:
             state["master"] = p.detach().to(kept)
         return state
+
+    def _step_group(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        for chunk in _chunks(params):
+            self._step(chunk, group)
 
     def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
         states = [self._allocate(p) for p in params]
@@ -178,61 +184,3 @@ def _chunks(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         size += p.numel()
     if chunk:
         yield chunk
-
-
-def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total: int | Callable[[], int]) -> LambdaLR:
-    """Scale every group's learning rate by iteration: a linear warm-up, then down to 0 at iteration `total`.
-
-    Args:
-        optimizer: Whose groups hold the full learning rates.
-        config: `schedule` and `warmup_iterations`.
-        total: Iterations of the run, or a function that knows them by the time the warm-up is over (a trainer learns
-            the number of its batches late); `step` the scheduler once after each iteration.
-
-    Raises:
-        ValueError: A warm-up as long as the run; when it is found out.
-    """
-    warmup = config.warmup_iterations
-
-    def factor(iteration: int) -> float:
-        if iteration < warmup:
-            return (iteration + 1) / (warmup + 1)
-        if config.schedule == "constant" or iteration == 0:
-            return 1.0
-        length = total if isinstance(total, int) else total()
-        if warmup >= length:
-            raise ValueError(
-                f"`optim.warmup_iterations={warmup}` leaves nothing of the run's {length} iterations: "
-                "shorten it, or raise `optim.total_iterations`."
-            )
-        left = max(length - iteration, 0) / (length - warmup)
-        return left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2
-
-    return LambdaLR(optimizer, factor)
-
-
-def apply_options(optimizer: Any, scheduler: Any, options: list[dict[str, Any]]) -> list[str]:
-    """Give the groups of a resumed optimizer the options of the running configuration, and say which have changed.
-
-    A checkpoint brings the options that it was written with; the learning rates follow the schedule of this run from
-    the scheduler's iteration on. Where nothing has changed nothing does.
-
-    Args:
-        optimizer: The optimizer, perhaps wrapped.
-        scheduler: Its LambdaLR from `schedule`.
-        options: Of each group: `name`, `lr` and other options.
-
-    Returns:
-        A text for each option that differs from the checkpoint's.
-    """
-    changed = []
-    for i, (group, new) in enumerate(zip(optimizer.param_groups, options, strict=True)):
-        factor = scheduler.lr_lambdas[i](scheduler.last_epoch)
-        before = {**{k: group[k] for k in new}, "lr": group["initial_lr"]}
-        before["betas"] = tuple(before["betas"])
-        changed += [f"{new['name']} {k} {before[k]} -> {new[k]}" for k in new if before[k] != new[k]]
-        group.update(new)
-        group["initial_lr"] = scheduler.base_lrs[i] = new["lr"]
-        group["lr"] = new["lr"] * factor
-    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
-    return changed
