@@ -251,10 +251,9 @@ class PPOConfig:
     """Sequences in one forward of the score phase. None: as `micro_batch_size` (then the first ratio is exactly 1)."""
     rollout_batch_size: int | None = None
     """Sequences generated at once. None: all. The sampling noise does not depend on it."""
-    rollout_engine: str = "hf"
+    rollout_engine: str = "auto"
     """hf: transformers' `generate`, anywhere. graph: captured decode steps, many times faster on CUDA. auto: graph on
-    CUDA if it can serve the model, else hf, with a line that says why; it becomes the default once its kernels as they
-    are have been measured on a GPU."""
+    CUDA if it can serve the model, else hf, with a line that says why."""
     advantage: str = "gae"
     """gae, or without a critic: grpo, rloo, reinforce_pp."""
     gamma: float = 1.0
