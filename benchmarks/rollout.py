@@ -31,6 +31,7 @@ from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.rollout.base import Draw, Sampling
 from lit_ppo.rollout.graph import GraphEngine
 from lit_ppo.rollout.hf import HFEngine
+from lit_ppo.speed import Peak, Work, decode_floor
 
 ENGINES = ("graph", "hf", "dynamic", "static", "continuous")
 LENGTHS = ("equal", "third", "varying")
@@ -98,14 +99,8 @@ def ceilings(device: str) -> tuple[float, float]:
 
 def floor_seconds(model: Any, batch: int, context: float, rates: tuple[float, float]) -> float:
     """Return the least time of a decode step, at a mean context of so many tokens."""
-    config = model.config
-    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    matrices -= embedding.numel() if embedding is not head else 0
-    dim = config.hidden_size // config.num_attention_heads
-    stored = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * context * batch
-    size = head.element_size()
-    return max(matrices * size / rates[0], 2 * matrices * batch / rates[1]) + stored * size / rates[0]
+    work, peak = Work.of(model, model.config), Peak(bandwidth=rates[0], flops=rates[1])
+    return decode_floor(work, tokens=batch, steps=1, contexts=context * batch, peak=peak)
 
 
 def prompts_of(batch: int, width: int, vocab: int, device: str) -> Prompts:

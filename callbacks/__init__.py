@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lit_ppo.callbacks.checkpointing import GradientCheckpointing
     from lit_ppo.callbacks.freeze import FreezeParameters
+    from lit_ppo.callbacks.memory_report import MemoryReport
     from lit_ppo.callbacks.oom import OOMGuard
     from lit_ppo.callbacks.progress import RolloutProgress
     from lit_ppo.callbacks.quantize import QuantizeModules, QuantizeRewardModel
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "FreezeParameters": "freeze",
     "GradientCheckpointing": "checkpointing",
+    "MemoryReport": "memory_report",
     "OOMGuard": "oom",
     "QuantizeModules": "quantize",
     "QuantizeRewardModel": "quantize",
@@ -23,6 +25,7 @@ _HOMES = {
 __all__ = [
     "FreezeParameters",
     "GradientCheckpointing",
+    "MemoryReport",
     "OOMGuard",
     "QuantizeModules",
     "QuantizeRewardModel",

@@ -28,6 +28,7 @@ from lit_ppo.rollout.select import build_engine
 from lit_ppo.sharding import sharding_for
 from lit_ppo.sharding.materialize import Source
 from lit_ppo.sharding.replicated import Replicated
+from lit_ppo.speed import Work
 
 
 class PPOHarness(LightningModule):
@@ -115,6 +116,7 @@ class PPOHarness(LightningModule):
         self.skipped_steps = 0
         self.updated = False
         self.fingerprints: dict[str, str] = {}
+        self.work: dict[str, Work] = {}
 
         # The protocol that callbacks read (lit_ppo.callbacks); any module may offer the same.
         self.phase: str | None = None
@@ -165,6 +167,11 @@ class PPOHarness(LightningModule):
         if views.critic is not None and views.critic.store is not views.actor.store:
             self.critic = views.critic.store
         object.__setattr__(self, "engine", build_engine(self.ppo.rollout_engine, views.actor))
+        store = views.actor.store
+        self.work = {"actor": Work.of(store, store.base.config)}
+        if views.critic is not None:
+            store = views.critic.store
+            self.work["critic"] = Work.of(store, store.base.config, without=store.base.get_output_embeddings())
         self.fingerprints = checkpoint.fingerprints(self)
 
     def shard(self) -> None:
@@ -285,6 +292,10 @@ class PPOHarness(LightningModule):
     def roles(self) -> dict[str, nn.Module]:
         """The models by role, for callbacks and reports; several roles may be views of one."""
         return summary.role_modules(self)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes beside parameters and buffers, by name, for `lit_ppo.memory.ledger`: what the engine holds."""
+        return {} if self.views is None else self.engine.memory_bytes()
 
     @property
     def target_device(self) -> torch.device:

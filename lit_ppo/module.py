@@ -148,6 +148,8 @@ class PPOLightningModule(PPOHarness):
                 self.update_minibatch(experience.select(rows), epoch_kl)
             if self.ppo.target_kl is not None and epoch_kl.compute(self.reduce).get("kl", 0.0) > self.ppo.target_kl:
                 break
+        tokens = (epoch + 1) * (experience.prompts.lengths + experience.lengths).sum()
+        self.means.add("update/tokens", tokens, 1 / self.trainer.world_size)
         self.set_mode(train=False)
 
     def update_minibatch(self, minibatch: Experience, epoch_kl: Means) -> None:

@@ -13,6 +13,7 @@ from lit_ppo.experience import Rollout
 from lit_ppo.metrics import Means
 from lit_ppo.optim import state_bytes
 from lit_ppo.rewards import Samples, Scores
+from lit_ppo.speed import device_peak, rollout_floor, update_flop
 
 if TYPE_CHECKING:
     from lit_ppo.harness import PPOHarness
@@ -55,6 +56,10 @@ def record(
     means.add("val/num_eos_tokens", rollout.stopped.sum(), 1 / world)
     means.add_mean("rollout/logprob_gap", (rollout.logprobs - old).abs(), rollout.mask)
     means.add("rollout/tokens", lengths.sum(), 1 / world)
+    if (peak := device_peak(lengths.device)) is not None:
+        rows = module.ppo.rollout_batch_size or int(getattr(module.engine, "max_rows", n))
+        floor = rollout_floor(module.work["actor"], rollout.prompts.lengths.tolist(), lengths.tolist(), rows, peak)
+        means.add("rollout/floor", floor, 1)
     for name, count in scores.truncated.items():
         means.add(f"reward/{name}_cut_rate", count, n)
     if values is not None and returns is not None and int(module.reduce(mask.sum())) > 1:
@@ -81,6 +86,14 @@ def derive(metrics: dict[str, float], module: PPOHarness) -> None:
             variance = max(metrics.pop(square) - metrics[mean] ** 2, 0.0)
             metrics[name] = variance**0.5 if root else variance
     metrics["rollout/tokens_per_s"] = metrics.pop("rollout/tokens") / max(metrics["time/rollout"], 1e-9)
+    if "rollout/floor" in metrics:
+        metrics["rollout/share_of_floor"] = metrics.pop("rollout/floor") / max(metrics["time/rollout"], 1e-9)
+    if "update/tokens" in metrics:
+        rate = metrics["update/tokens_per_s"] = metrics.pop("update/tokens") / max(metrics["time/update"], 1e-9)
+        if (peak := device_peak(module.device)) is not None:
+            works = [work for role, work in module.work.items() if role == "critic" or module.trains_actor]
+            flop = update_flop(works, adapters=module.lora is not None)
+            metrics["update/mfu"] = rate * flop / (peak.flops * module.trainer.world_size)
     for group in module.optimizers().param_groups:  # type: ignore[union-attr]
         metrics["lr" if group["name"] == "actor" else f"lr_{group['name']}"] = group["lr"]
     for name in [name for name, value in metrics.items() if value != value]:

@@ -16,7 +16,7 @@ import lit_ppo
 
 LAYERS = [
     {"config", "memory", "hooks", "ranks"},  # options; for any LightningModule; agreements between processes
-    {"experience", "algo", "metrics", "optim", "output", "callbacks"},  # data, mathematics; for any LightningModule
+    {"experience", "algo", "metrics", "optim", "output", "speed", "callbacks"},  # mathematics; for any LightningModule
     {"roles", "data"},  # models, prompts
     {"rollout", "rewards", "sharding"},  # text from models, numbers from text, models on many devices
     {"checks"},  # what can be said of the two before a run

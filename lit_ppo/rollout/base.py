@@ -44,7 +44,7 @@ class Draw:
 
 
 class RolloutEngine(Protocol):
-    """Samples responses with the actor's own weights."""
+    """Samples responses with the actor's own weights. Derive from it for the defaults."""
 
     def generate(self, prompts: Prompts, sampling: Sampling, draw: Draw) -> Rollout:
         """Sample one response for each row of `prompts`."""
@@ -54,6 +54,10 @@ class RolloutEngine(Protocol):
 
     def wake(self) -> None:
         """Take it again before a rollout."""
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return what it holds between rollouts beside the model, by name (see `lit_ppo.memory.ledger`)."""
+        return {}
 
 
 def resolve_sampling(config: SamplingConfig, tokenizer: Any, model_config: Any, generation_config: Any) -> Sampling:

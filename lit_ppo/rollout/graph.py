@@ -24,7 +24,7 @@ from torch import Tensor
 from lit_ppo.algo.noise import base_key
 from lit_ppo.experience import Prompts, Rollout
 from lit_ppo.roles.model import RoleView
-from lit_ppo.rollout.base import Draw, Sampling
+from lit_ppo.rollout.base import Draw, RolloutEngine, Sampling
 from lit_ppo.rollout.board import INDEX, LENGTH, REQUEST, SLOT, STEP, TOKEN, Board
 from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache
 from lit_ppo.rollout.fused import FusedTrunk, unfusable
@@ -66,7 +66,7 @@ class Unservable(ValueError):
     """A model that this engine cannot run; the message says why."""
 
 
-class GraphEngine:
+class GraphEngine(RolloutEngine):
     """Slots, refills and captured decode steps.
 
     Args:
@@ -109,6 +109,7 @@ class GraphEngine:
         self._addresses: tuple[int, ...] = ()
         self._pool: Any = None
         self._captures = 0
+        self._graph_bytes = 0
 
     # ----------------------------------------------------------------------------------------------- the protocol
 
@@ -156,8 +157,14 @@ class GraphEngine:
         self._samplers.clear()
         self._cache = self._board = None
 
+    def memory_bytes(self) -> dict[str, int]:
+        """Return what slots and graphs hold between rollouts."""
+        cache = 0 if self._cache is None else self._cache.keys.nbytes + self._cache.values.nbytes
+        return {"KV cache": cache, "CUDA graphs": self._graph_bytes}
+
     def _forget_graphs(self) -> None:
         self._graphs.clear()
+        self._graph_bytes = 0
         self._pool = None  # a pool does not outlive its last graph
 
     # ------------------------------------------------------------------------------------------------ one rollout
@@ -264,10 +271,11 @@ class GraphEngine:
         self._decode(rows, self._cache.width, sampler)  # this step, and what the capture must find warm
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, reserved = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved(device)
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._decode(rows, self._cache.width, sampler)
         self._graphs[key] = graph
+        self._graph_bytes += max(0, torch.cuda.memory_reserved(device) - reserved)
         self._captures += 1
 
     def _decode(self, rows: int, bound: int, sampler: DeviceSampler) -> None:

@@ -11,10 +11,10 @@ from lit_ppo.algo.noise import gumbel
 from lit_ppo.experience import Prompts, Rollout
 from lit_ppo.roles.logprobs import tempered_logits
 from lit_ppo.roles.model import RoleView
-from lit_ppo.rollout.base import Draw, Sampling, finish
+from lit_ppo.rollout.base import Draw, RolloutEngine, Sampling, finish
 
 
-class HFEngine:
+class HFEngine(RolloutEngine):
     """Left-padded batched `generate`.
 
     Args:

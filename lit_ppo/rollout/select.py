@@ -45,6 +45,10 @@ class AutoEngine:
         if self.engine is not None:
             self.engine.wake()
 
+    def memory_bytes(self) -> dict[str, int]:
+        """Return what it holds between rollouts."""
+        return {} if self.engine is None else self.engine.memory_bytes()
+
 
 def is_sharded(policy: RoleView) -> bool:
     """Whether the actor's layers are wrapped in hooks that gather them, which no CUDA graph can hold."""

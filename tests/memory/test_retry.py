@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lit_ppo.memory.report import holdings, memory_report
+from lit_ppo.memory.ledger import holdings
+from lit_ppo.memory.report import memory_report
 from lit_ppo.memory.retry import OOMPolicy, OutOfMemoryReport, retry
 from lit_ppo.memory.undo import Snapshot, batch_dependent_layers, is_out_of_memory
 
