@@ -122,6 +122,8 @@ class SamplingConfig:
     """Tokens (ids, or their text in the vocabulary) that are never sampled; left out of every log-prob alike."""
     stop_tokens: list[int | str] | None = None
     """Tokens that end a response. None: the tokenizer's EOS and those of the model's generation config."""
+    stop_strings: list[str] | None = None
+    """Texts that end a response, wherever its tokens complete one; the text stays part of the response."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -135,6 +137,9 @@ class SamplingConfig:
         _at_least(me, "min_p", self.min_p, 0)
         _at_most(me, "min_p", self.min_p, 1)
         _at_least(me, "samples_per_prompt", self.samples_per_prompt, 1)
+        strings: Any = self.stop_strings
+        if strings is not None and not (isinstance(strings, list) and all(isinstance(s, str) and s for s in strings)):
+            raise ValueError(f"`sampling.stop_strings={strings!r}` must be a list of texts, none empty.")
 
     @property
     def truncates(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lit_ppo.config import SamplingConfig
 from lit_ppo.experience import Prompts, Rollout
 from lit_ppo.roles.sources import token_ids
+from lit_ppo.rollout.stop import StopStrings
 
 TRAIN, VALIDATE, TEST, PREDICT = 0, 1, 2, 3
 """Streams of sampling noise: validation in between changes nothing in training."""
@@ -32,6 +33,8 @@ class Sampling:
     """(E,) int64."""
     pad: int
     """Fills positions after the end; never read, as masks come from lengths."""
+    stop_strings: StopStrings | None = None
+    """Texts that end a response too."""
 
 
 @dataclass(frozen=True)
@@ -95,22 +98,29 @@ def resolve_sampling(config: SamplingConfig, tokenizer: Any, model_config: Any, 
         suppress=torch.tensor(sorted(set(suppress)), dtype=torch.long),
         stop=torch.tensor(stop, dtype=torch.long),
         pad=pad if pad is not None else (stop[0] if stop else 0),
+        stop_strings=StopStrings(config.stop_strings, tokenizer.decode) if config.stop_strings else None,
     )
 
 
-def finish(prompts: Prompts, ids: Tensor, logprobs: Tensor, stop: Tensor) -> Rollout:
-    """Cut sampled tokens after the first stop token.
+def finish(
+    prompts: Prompts, ids: Tensor, logprobs: Tensor, stop: Tensor, ends: list[int | None] | None = None
+) -> Rollout:
+    """Cut sampled tokens after the first stop token, or where a stop string ends before it.
 
     Args:
         prompts: B rows.
         ids: (B, R) int64 sampled tokens; what follows a stop token is ignored.
         logprobs: (B, R) float32 of the sampler.
         stop: (E,) int64.
+        ends: Length of each response up to its stop string, if any.
     """
     is_stop = torch.isin(ids, stop.to(ids.device))
     stopped = is_stop.any(dim=1)
     first = is_stop.int().argmax(dim=1) + 1
     lengths = torch.where(stopped, first, torch.full_like(first, ids.shape[1]))
+    if ends is not None:
+        cut = torch.tensor([ids.shape[1] + 1 if end is None else end for end in ends], device=ids.device)
+        stopped, lengths = stopped | (cut <= lengths), torch.minimum(lengths, cut)
     rollout = Rollout(prompts=prompts, ids=ids, lengths=lengths, stopped=stopped, logprobs=logprobs)
     rollout.logprobs = torch.where(rollout.mask, logprobs, 0.0)
     return rollout

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_ppo.rollout.stop import StopStrings
+
 REQUEST, TOKEN, LENGTH, SLOT, STEP, INDEX = range(6)
 """Row fields: request (-1: idle), next input token, tokens stored, slot, response tokens so far, noise index."""
 
@@ -133,6 +135,21 @@ class Board:
         self.rows[:, :rows] = torch.where(take, fresh, state)
         self.scalars[0] += take.sum()
 
+    def end(self, requests: list[int], lengths: list[int], rows: int) -> None:
+        """End requests from outside, at a stop string that the device does not see; their rows take the next.
+
+        Args:
+            requests: One or more, still going or ended by the device later than they should have.
+            lengths: Their lengths.
+            rows: The first so many rows decode.
+        """
+        which, length = torch.tensor([requests, lengths]).to(self.rows.device)
+        self.lengths[which], self.stopped[which] = length, True
+        gone = torch.isin(self.rows[REQUEST], which)
+        for field, idle in ((REQUEST, -1), (TOKEN, 0), (LENGTH, 0), (SLOT, self.trash), (STEP, 0)):
+            self.rows[field].masked_fill_(gone, idle)
+        self.fill(rows)
+
     def gather(self, order: Tensor) -> None:
         """Move rows to the front, so that fewer rows need to be decoded.
 
@@ -144,3 +161,47 @@ class Board:
         self.rows[SLOT] = self.trash
         self.rows[TOKEN] = self.rows[LENGTH] = self.rows[STEP] = 0
         self.rows[:, : len(order)] = kept
+
+
+class Cutter:
+    """Ends responses on a board at their stop strings, which the host finds some steps late.
+
+    Args:
+        board: Of the rollout.
+        strings: What ends a response, or None.
+        total: Requests of the rollout.
+
+    Attributes:
+        lengths: Of the responses ended so, by request.
+    """
+
+    def __init__(self, board: Board, strings: StopStrings | None, total: int) -> None:
+        self.board, self.strings = board, strings
+        self.lengths: dict[int, int] = {}
+        self.known = [0] * total
+
+    def cut(self, ids: Tensor, request: list[int], step: list[int], lengths: list[int], rows: int) -> None:
+        """End what contains a stop string.
+
+        Args:
+            ids: (requests, tokens) int64 on the host.
+            request: Request of each row, -1 for none.
+            step: Response tokens of each row.
+            lengths: Of the responses that have ended, else 0; updated.
+            rows: The first so many rows decode.
+        """
+        assert self.strings is not None
+        reached = {number: n for number, n in zip(request, step, strict=True) if number >= 0}
+        reached |= {number: n for number, n in enumerate(lengths) if n}
+        found = {}
+        for number, n in reached.items():
+            if number not in self.lengths and n > self.known[number]:
+                end = self.strings.end(ids[number, :n].tolist(), self.known[number])
+                self.known[number] = n
+                if end is not None:
+                    found[number] = end
+        if found:
+            self.board.end(list(found), list(found.values()), rows)
+            self.lengths |= found
+        for number, end in self.lengths.items():
+            lengths[number] = end

@@ -25,7 +25,7 @@ from lit_ppo.algo.noise import base_key
 from lit_ppo.experience import Prompts, Rollout
 from lit_ppo.roles.model import RoleView
 from lit_ppo.rollout.base import Draw, RolloutEngine, Sampling
-from lit_ppo.rollout.board import INDEX, LENGTH, REQUEST, SLOT, STEP, TOKEN, Board
+from lit_ppo.rollout.board import INDEX, LENGTH, REQUEST, SLOT, STEP, TOKEN, Board, Cutter
 from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache
 from lit_ppo.rollout.fused import FusedTrunk, unfusable
 from lit_ppo.rollout.sampler import DeviceSampler, sampling_key
@@ -44,11 +44,13 @@ class Look:
         steps: Decode steps before it.
         seen: Request and step of each row, length of each ended response, head of the queue: one after the other.
         arrived: Set once `seen` may be read; None: now.
+        ids: (requests, tokens) int64 responses, where the host looks for stop strings.
     """
 
     steps: int
     seen: Tensor
     arrived: Any
+    ids: Tensor | None = None
 
     def read(self, rows: int) -> tuple[list[int], list[int], list[int], int]:
         """Wait for it and return its four parts.
@@ -185,22 +187,25 @@ class GraphEngine(RolloutEngine):
         board.fill(width)
         filled = self._now()
         remaining, steps, looks = limit, 0, deque[Look]()
+        cutter = Cutter(board, sampling.stop_strings, feeder.total)
         while True:
             for _ in range(min(READ_EVERY, remaining)):
                 self._step(bucket, feeder.longest + steps, sampling, sampler)
                 steps, remaining = steps + 1, remaining - 1
-            looks.append(self._look(board, feeder.total, steps))
+            looks.append(self._look(board, feeder.total, steps, sampling.stop_strings is not None))
             if len(looks) <= self.read_behind and remaining > 0:
                 continue  # the host works on what the board showed before, while the device decodes on
             look = looks.popleft()
             request, step, lengths, head = look.read(width)
+            if look.ids is not None:
+                cutter.cut(look.ids, request, step, lengths, bucket)
             feeder.collect(lengths)
             if feeder.ended == feeder.total:
                 break
             self._feed(feeder, prompts, cache, board, at_least=ahead)
             remaining = limit
             if head == feeder.total:  # the queue is empty: from here on the batch shrinks
-                busy = [row for row, number in enumerate(request) if number >= 0]
+                busy = [row for row, number in enumerate(request) if number >= 0 and not lengths[number]]
                 remaining = max(0, limit - min(step[row] for row in busy) - (steps - look.steps))
                 if bucket_of(len(busy)) < bucket:
                     bucket = bucket_of(len(busy))
@@ -214,13 +219,18 @@ class GraphEngine(RolloutEngine):
         }
         ended = torch.tensor(lengths, device=prompts.ids.device)
         longest = max(lengths)
-        return Rollout(
+        rollout = Rollout(
             prompts=prompts,
             ids=board.ids[: feeder.total, :longest].clone(),
             lengths=ended,
             stopped=board.stopped[: feeder.total].clone(),
             logprobs=board.logprobs[: feeder.total, :longest].clone(),
         )
+        if cutter.lengths:  # what was decoded before the host had seen a stop string
+            after = ~rollout.mask
+            rollout.ids.masked_fill_(after, sampling.pad)
+            rollout.logprobs.masked_fill_(after, 0.0)
+        return rollout
 
     def _now(self) -> Any:
         """Mark a point in the device's time."""
@@ -231,16 +241,16 @@ class GraphEngine(RolloutEngine):
         return event
 
     @staticmethod
-    def _look(board: Board, total: int, steps: int) -> Look:
+    def _look(board: Board, total: int, steps: int, with_ids: bool) -> Look:
         """Send what the board shows to the host, without waiting for it."""
         seen = torch.cat([board.rows[REQUEST], board.rows[STEP], board.lengths[:total], board.scalars[:1]])
+        ids = board.ids[:total] if with_ids else None
         if not seen.is_cuda:
-            return Look(steps, seen, None)
+            return Look(steps, seen, None, ids)
         arrived = torch.cuda.Event()
-        host = torch.empty(seen.shape, dtype=seen.dtype, pin_memory=True)
-        host.copy_(seen, non_blocking=True)
+        look = Look(steps, _to_host(seen), arrived, None if ids is None else _to_host(ids))
         arrived.record()
-        return Look(steps, host, arrived)
+        return look
 
     def _feed(self, feeder: Feeder, prompts: Prompts, cache: SlotCache, board: Board, at_least: int) -> None:
         """Prefill the next requests, all but the last token of each prompt: that is the first step's input."""
@@ -394,6 +404,12 @@ class GraphEngine(RolloutEngine):
             vocab = self.policy.store.base.get_output_embeddings().weight.shape[0]
             self._samplers[key] = DeviceSampler(sampling, vocab, self.policy.device, self._kernels())
         return self._samplers[key]
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """Start a copy to pinned memory."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)
 
 
 def _seconds(start: Any, end: Any) -> float:

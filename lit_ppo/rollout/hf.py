@@ -12,6 +12,7 @@ from lit_ppo.experience import Prompts, Rollout
 from lit_ppo.roles.logprobs import tempered_logits
 from lit_ppo.roles.model import RoleView
 from lit_ppo.rollout.base import Draw, RolloutEngine, Sampling, finish
+from lit_ppo.rollout.stop import StopWatch
 
 
 class HFEngine(RolloutEngine):
@@ -35,7 +36,7 @@ class HFEngine(RolloutEngine):
         Returns:
             A rollout whose width R is that of its longest response.
         """
-        from transformers import GenerationConfig, LogitsProcessorList
+        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
         store = self.policy.store
         sampler = _Sampler(sampling, draw, prompts.index)
@@ -48,6 +49,9 @@ class HFEngine(RolloutEngine):
             pad_token_id=sampling.pad,
             eos_token_id=sampling.stop.tolist() or None,
         )
+        watch = None
+        if sampling.stop_strings is not None:
+            watch = StopWatch(sampling.stop_strings, prompts.ids.shape[1], len(prompts))
         base = store.base
         before = base.generation_config
         base.generation_config = config
@@ -58,12 +62,14 @@ class HFEngine(RolloutEngine):
                     attention_mask=prompts.mask.long(),
                     generation_config=config,
                     logits_processor=LogitsProcessorList([sampler]),
+                    stopping_criteria=StoppingCriteriaList([] if watch is None else [watch]),
                     synced_gpus=False,  # sharded weights are gathered around this: nobody waits for anybody
                 )
         finally:
             base.generation_config = before
         ids = output[:, prompts.ids.shape[1] :]
-        return finish(prompts, ids, torch.stack(sampler.logprobs, dim=1)[:, : ids.shape[1]], sampling.stop)
+        logprobs = torch.stack(sampler.logprobs, dim=1)[:, : ids.shape[1]]
+        return finish(prompts, ids, logprobs, sampling.stop, None if watch is None else watch.ends)
 
     def sleep(self) -> None:
         """Nothing is held between rollouts."""

@@ -1,0 +1,67 @@
+"""Stop strings: where they are found, and that both engines end a response at the same token."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_ppo.config import SamplingConfig
+from lit_ppo.roles.model import RoleModel, RoleView
+from lit_ppo.rollout.base import Draw, resolve_sampling
+from lit_ppo.rollout.graph import GraphEngine
+from lit_ppo.rollout.hf import HFEngine
+from lit_ppo.rollout.stop import StopStrings
+
+LETTERS = ["a", "b", "ab", "abc", "c", " "]
+
+
+@given(
+    ids=st.lists(st.integers(0, 5), max_size=30), strings=st.lists(st.text("abc ", min_size=1, max_size=5), min_size=1)
+)
+def test_the_first_token_that_completes_a_string_is_found(ids, strings):
+    def decode(some):
+        return "".join(LETTERS[i] for i in some)
+
+    found = StopStrings(strings, decode)
+    wanted = next((n for n in range(1, len(ids) + 1) if any(s in decode(ids[:n]) for s in strings)), None)
+    assert found.end(ids) == wanted
+    known = 0
+    for n in range(1, len(ids) + 1):  # token by token, as they are sampled
+        if (end := found.end(ids[:n], known)) is not None:
+            assert end == wanted
+            break
+        known = n
+    else:
+        assert wanted is None
+
+
+@pytest.mark.parametrize(("rows", "behind"), [(64, 0), (4, 0), (4, 1), (3, 2)])
+def test_engines_end_at_the_same_token(rows, behind):
+    model, prompts = tiny.model(scale=1.0), tiny.prompts(24)
+    config = SamplingConfig(
+        max_new_tokens=40, temperature=1.0, stop_tokens=["w5"], stop_strings=["w7", "w3 w", "w10 w11", "w2"]
+    )
+    options = resolve_sampling(config, tiny.tokenizer(), model.config, model.generation_config)
+    view, draw = RoleView(RoleModel(model), "logprobs"), Draw(3, 1)
+    theirs = HFEngine(view).generate(prompts, options, draw)
+    ours = GraphEngine(view, max_rows=rows, read_behind=behind).generate(prompts, options, draw)
+    assert torch.equal(ours.lengths, theirs.lengths)
+    assert torch.equal(ours.stopped, theirs.stopped)
+    assert torch.equal(ours.ids[ours.mask], theirs.ids[theirs.mask])
+    assert not ours.logprobs[~ours.mask].any()
+    decode = tiny.tokenizer().decode
+    ends = [
+        any(s in decode(ids[:n]) for s in config.stop_strings) for ids, n in zip(ours.ids, ours.lengths, strict=True)
+    ]
+    assert sum(ends) > 3
+    for ids, n in zip(ours.ids, ours.lengths, strict=True):
+        assert not any(s in decode(ids[: n - 1]) for s in config.stop_strings)
+
+
+def test_a_bad_list_is_refused():
+    for bad in ("###", [""], [3]):
+        with pytest.raises(ValueError, match="stop_strings"):
+            SamplingConfig(stop_strings=bad)
