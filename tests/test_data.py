@@ -212,8 +212,8 @@ def test_a_file_may_have_a_mark_blank_lines_and_any_line_break(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("lines", "match"),
     [
-        ([], "`train='.*'` has no prompts: the file is empty"),
-        (["", "  "], "`train='.*'` has no prompts: the file is empty"),
+        ([], "`train='.*'` has no rows: it is empty"),
+        (["", "  "], "`train='.*'` has no rows: it is empty"),
         ([{"prompt": "a"}, "", "{'prompt': 1}"], r"p.jsonl, line 3 is not JSON \(.* at column 2\): str .*prompt"),
         ([{"prompt": "a"}, '{"prompt": "a", "prompt": "b"}'], r"line 2 is not JSON \('prompt' stands twice"),
         (['"a"', "5"], r"line 2 is neither a string nor an object: int 5"),
@@ -261,7 +261,7 @@ def test_another_encoding_is_named(tmp_path: Path, data: bytes, encoding: str, m
 def test_missing_files_and_folders(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"`val='nowhere.jsonl'` is not a file \(looked in /"):
         PromptDataModule(words(2), val="nowhere.jsonl")
-    with pytest.raises(FileNotFoundError, match=r"`train='.*'` is a folder, not a file"):
+    with pytest.raises(FileNotFoundError, match=r"`train='.*'` is a folder, and no dataset that `save_to_disk`"):
         PromptDataModule(str(tmp_path))
 
 
@@ -271,7 +271,7 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         ({"train": None}, "There are no prompts"),
         ({"train": []}, "`train` has no prompts"),
         ({"train": [5]}, r"`train\[0\]` is neither a string nor an object"),
-        ({"train": {"prompt": "a"}}, "`train` must be a path to a JSONL file or a list of rows, got dict"),
+        ({"train": {"prompt": "a"}}, "`train` must be a path to a JSONL, CSV or Parquet file, a dataset or a list"),
         ({"batch_size": "4"}, "`batch_size='4'` must be a whole number, and is a str"),
         ({"batch_size": 4.0}, "`batch_size=4.0` must be a whole number, and is a float"),
         ({"max_prompt_length": "9"}, "`max_prompt_length='9'` must be a whole number, and is a str"),

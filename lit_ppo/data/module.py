@@ -20,11 +20,12 @@ Source = list[str | dict[str, Any]] | str | None
 
 
 class PromptDataModule(LightningDataModule):
-    """Prompts for fit, validate, test and predict, from JSONL files or given in place.
+    """Prompts for fit, validate, test and predict, from files, Hugging Face datasets or given in place.
 
     A row is a string, or an object with the prompt in `prompt_column` and anything else in other columns, which reward
-    functions get. A prompt is a string or a list of chat messages (`{"role": ..., "content": ...}`). A set is a path to
-    a file with a row on each line, or a list of rows. Files are read and checked here, tokenized in `setup`.
+    functions get. A prompt is a string or a list of chat messages (`{"role": ..., "content": ...}`). A set is what
+    `lit_ppo.data.rows.read_rows` reads: a path to JSONL, CSV, TSV or Parquet, a folder of `save_to_disk`,
+    `hf:owner/name:split`, or rows in memory. They are read and checked here, tokenized in `setup`.
 
     Args:
         train: Prompts to train on.
@@ -44,7 +45,7 @@ class PromptDataModule(LightningDataModule):
         chat_template: Jinja text that replaces the chat template of the module's tokenizer in `setup`, and so is what
             checkpoints, exports and `lit-ppo generate --chat` have.
         add_generation_prompt: End a chat with the opening of the assistant's turn.
-        encoding: Of the files. UTF-8 may start with a byte order mark.
+        encoding: Of text files. UTF-8 may start with a byte order mark.
 
     Raises:
         FileNotFoundError: A path that is not a file.
