@@ -133,11 +133,6 @@ class PPOHarness(LightningModule):
         together("the checks before the run", lambda: preflight.check_run(self, stage))
         preflight.check_ranks(self)
         self.sharding = sharding_for(self.trainer.strategy)
-        if self.sharding.sharded and self.ppo.rollout_engine == "graph":
-            raise ValueError(
-                '`ppo.rollout_engine="graph"` captures the layers of the actor, and a sharding strategy hooks into '
-                "them to gather weights. Use 'hf' or 'auto' under FSDP; 'graph' works on one device and under DDP."
-            )
         if stage == "fit":
             checks.check_optimizer(self, replace(preflight.plan(self), true_dtype=preflight.true_dtype(self)))
         checkpoint.save_atomically(self.trainer)

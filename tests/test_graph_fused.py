@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 from lit_ppo import PPOLightningModule
 from lit_ppo.config import LoRAConfig, SamplingConfig
 from lit_ppo.roles.adapters import POLICY, add_adapters
-from lit_ppo.roles.model import RoleModel, RoleView
+from lit_ppo.roles.model import RoleModel, RoleView, decoder_of
 from lit_ppo.rollout.base import Draw, resolve_sampling
 from lit_ppo.rollout.fused import FusedTrunk, _Adapted, _join, side_by_side
 from lit_ppo.rollout.graph import GraphEngine, Unservable
@@ -213,16 +213,50 @@ def test_a_four_bit_trunk_is_served(tmp_path):
     assert_same(GraphEngine(policy).generate(prompts, options, DRAW), HFEngine(policy).generate(prompts, options, DRAW))
 
 
-def test_sharded_weights_are_left_to_generate():
+@pytest.fixture
+def mesh():
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh("cpu", (1,))
+
+
+def test_sharded_layers_that_cannot_be_fused_are_left_to_generate(mesh):
+    from torch.distributed.fsdp import fully_shard
+
     policy, options = setup(tiny.model().cpu())
-    fully_shard(policy.store.base, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(Unservable, match="its weights are sharded"):
+    fully_shard(policy.store.base, mesh=mesh)
+    with pytest.raises(Unservable, match="its sharded layers cannot be fused"):
         GraphEngine(policy).generate(tiny.prompts(2), options, DRAW)
+
+
+@pytest.mark.parametrize("adapter", [None, POLICY])
+def test_gathered_weights_are_decoded_where_they_lie(mesh, adapter):
+    pytest.importorskip("triton")
+    from torch.distributed.fsdp import fully_shard
+
+    from lit_ppo.sharding.fsdp2 import FSDP2
+
+    model = small().cpu()
+    if adapter is not None:
+        model = add_adapters(model, LoRAConfig(r=4), [adapter], seed=0)
+    policy = RoleView(RoleModel(model), "logprobs", adapter)
+    config = SamplingConfig(max_new_tokens=3, temperature=1.0)
+    options = resolve_sampling(config, tiny.tokenizer(), tiny.CONFIGS["llama"], None)
+    prompts = tiny.prompts(2)
+    expected = HFEngine(policy).generate(prompts, options, DRAW)
+    for layer in (*decoder_of(policy.store.base).layers, policy.store):
+        fully_shard(layer, mesh=mesh)
+    engine, sharding = GraphEngine(policy, use_kernels=True), object.__new__(FSDP2)
+    for _ in range(2):
+        with sharding.gathered(policy.store):
+            before = [p.data_ptr() for p in policy.store.parameters()]
+            assert_same(engine.generate(prompts, options, DRAW), expected)
+            assert isinstance(engine._trunk, FusedTrunk)
+            assert [p.data_ptr() for p in policy.store.parameters()] == before
+            engine.sleep()
+            assert engine._trunk is None
 
 
 def test_memory_is_given_back_when_it_runs_out(monkeypatch):

@@ -4,6 +4,10 @@ The weights are the model's own. Those that read the same input (queries, keys a
 side in one storage, of which the parameters become views, so that one matrix product serves them all: there is no
 second copy, and an optimizer that updates the parameters in place updates what decodes. Of LoRA adapters, which are
 small and often float32, copies in the trunk's dtype are made at the start of each rollout.
+
+Only weights are used, not the forwards of the modules that hold them: so sharded layers, whose forwards gather, are
+served too while they are gathered. Their storage is not ours to arrange, so they are multiplied one by one unless FSDP
+has laid them side by side already.
 """
 
 from __future__ import annotations
@@ -43,16 +47,17 @@ class FusedTrunk(HFTrunk):
         base: A transformers causal LM for which `unfusable` is None, on a device that Triton serves.
         width: Longest sequence.
         adapter: The LoRA adapter to decode with; None is the bare trunk.
+        arrange: Lay weights side by side. False: the storage belongs to a sharding strategy.
     """
 
-    def __init__(self, base: Any, width: int, adapter: str | None = None) -> None:
+    def __init__(self, base: Any, width: int, adapter: str | None = None, arrange: bool = True) -> None:
         super().__init__(base)
         from lit_ppo.rollout import layer_kernels, matmul_kernels
 
         self.kernels: Any = layer_kernels
         self.products: Any = matmul_kernels
         self.decoder = decoder_of(base)
-        self.layers = [_Layer(layer, adapter) for layer in self.decoder.layers]
+        self.layers = [_Layer(layer, adapter, arrange) for layer in self.decoder.layers]
         self.reach(width)
 
     def reach(self, width: int) -> None:
@@ -106,13 +111,13 @@ class FusedTrunk(HFTrunk):
 class _Layer:
     """What a fused layer needs of a transformers decoder layer."""
 
-    def __init__(self, layer: Any, adapter: str | None) -> None:
+    def __init__(self, layer: Any, adapter: str | None, arrange: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.norm, self.mlp_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
-        self.qkv = side_by_side([attention.q_proj, attention.k_proj, attention.v_proj], adapter)
-        self.gate_up = side_by_side([mlp.gate_proj, mlp.up_proj], adapter)
-        self.out = side_by_side([attention.o_proj], adapter)
-        self.down = side_by_side([mlp.down_proj], adapter)
+        self.qkv = side_by_side([attention.q_proj, attention.k_proj, attention.v_proj], adapter, arrange)
+        self.gate_up = side_by_side([mlp.gate_proj, mlp.up_proj], adapter, arrange)
+        self.out = side_by_side([attention.o_proj], adapter, arrange)
+        self.down = side_by_side([mlp.down_proj], adapter, arrange)
         config = attention.config
         self.heads = config.num_attention_heads, config.num_key_value_heads
         self.head_norms = None
@@ -126,7 +131,7 @@ def _norm(module: Any) -> tuple[Tensor, float]:
     return module.weight, module.variance_epsilon
 
 
-def side_by_side(modules: list[Any], adapter: str | None = None) -> Projection:
+def side_by_side(modules: list[Any], adapter: str | None = None, arrange: bool = True) -> Projection:
     """Return one function for linear layers with the same input, whose outputs are joined.
 
     Plain layers get their weights laid out in one storage, of which their parameters become views; so do those under
@@ -135,11 +140,13 @@ def side_by_side(modules: list[Any], adapter: str | None = None) -> Projection:
     Args:
         modules: Layers with the same input.
         adapter: The LoRA adapter to compute with.
+        arrange: Lay weights side by side where they are not yet.
     """
     if adapter is not None and all(_is_lora(m, adapter) for m in modules):
-        return _Adapted(modules, adapter)
+        return _Adapted(modules, adapter, arrange)
     plain = all(type(m) is nn.Linear and type(m.weight.data) is Tensor for m in modules)
     biased = {getattr(m, "bias", None) is not None for m in modules}
+    plain = plain and (arrange or all(_adjoin([m.weight for m in modules]) and m.bias is None for m in modules))
     if not plain or len(biased) > 1 or len({m.weight.dtype for m in modules}) > 1:
         return lambda x: torch.cat([m(x) for m in modules], dim=-1) if len(modules) > 1 else modules[0](x)
     weight = _join([m.weight for m in modules])
@@ -160,9 +167,9 @@ class _Plain:
 class _Adapted:
     """Linear layers with the same input and a LoRA adapter each: one product for all, then one a layer."""
 
-    def __init__(self, modules: list[Any], adapter: str) -> None:
+    def __init__(self, modules: list[Any], adapter: str, arrange: bool) -> None:
         self.modules, self.adapter = modules, adapter
-        self.base = side_by_side([m.base_layer for m in modules])
+        self.base = side_by_side([m.base_layer for m in modules], None, arrange)
         self.ranks = [len(m.lora_A[adapter].weight) for m in modules]
         self.widths = [len(m.lora_B[adapter].weight) for m in modules]
         self.down: Tensor | None = None
@@ -201,16 +208,21 @@ def _is_lora(module: Any, adapter: str) -> bool:
     return not unusual and not biased and isinstance(dropout, nn.Identity)
 
 
+def _adjoin(parameters: list[nn.Parameter]) -> bool:
+    """Whether parameters lie in one storage, one after the other."""
+    place, storage = parameters[0].data_ptr(), parameters[0].untyped_storage().data_ptr()
+    for p in parameters:
+        if not p.is_contiguous() or p.data_ptr() != place or p.untyped_storage().data_ptr() != storage:
+            return False
+        place += p.numel() * p.element_size()
+    return True
+
+
 def _join(parameters: list[nn.Parameter]) -> Tensor:
     """Move parameters into one storage, one after the other, and return all of it."""
-    first, place = parameters[0].data, parameters[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
-    joined = True
-    for p in parameters:
-        joined &= p.is_contiguous() and p.data_ptr() == place and p.untyped_storage().data_ptr() == storage
-        place += p.numel() * p.element_size()
+    first = parameters[0].data
     shape = (sum(len(p) for p in parameters), *first.shape[1:])
-    if joined:
+    if _adjoin(parameters):
         return first.as_strided(shape, first.stride())
     whole = torch.cat([p.data for p in parameters])
     for p, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):

@@ -30,7 +30,7 @@ from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache
 from lit_ppo.rollout.fused import FusedTrunk, unfusable
 from lit_ppo.rollout.sampler import DeviceSampler, sampling_key
 from lit_ppo.rollout.scheduler import Feeder, bucket_of, entries
-from lit_ppo.rollout.trunk import HFTrunk, cache_shape, differs, our_attention, unservable
+from lit_ppo.rollout.trunk import HFTrunk, cache_shape, differs, is_sharded, our_attention, unservable
 
 READ_EVERY = 8
 """Decode steps between two looks of the host."""
@@ -144,6 +144,9 @@ class GraphEngine(RolloutEngine):
 
     def sleep(self) -> None:
         """Release the KV memory and the graphs that point to it, unless there is room for it."""
+        if is_sharded(self.policy):  # the weights that graphs point to are given back
+            self.release()
+            self._trunk = None
         if self._cache is None or self.policy.device.type != "cuda":
             return
         held = 2 * self._cache.keys.numel() * self._cache.keys.element_size()
@@ -314,7 +317,8 @@ class GraphEngine(RolloutEngine):
         if reason is not None:
             raise Unservable(f"The graph engine cannot serve {type(base).__name__}: {reason}.")
         self._trunk = self._fused_trunk(kernels) or HFTrunk(base)
-        reason = self._error(self._trunk)
+        sharded = is_sharded(self.policy) and not isinstance(self._trunk, FusedTrunk)
+        reason = "its sharded layers cannot be fused" if sharded else self._error(self._trunk)
         if reason is not None:
             self._trunk = None
             raise Unservable(f"The graph engine cannot serve {type(base).__name__}: {reason}.")
@@ -325,7 +329,7 @@ class GraphEngine(RolloutEngine):
         base = self.policy.store.base
         if kernels is None or torch.is_autocast_enabled(self.policy.device.type) or unfusable(base) is not None:
             return None
-        trunk = FusedTrunk(base, 64, self.policy.adapter)
+        trunk = FusedTrunk(base, 64, self.policy.adapter, arrange=not is_sharded(self.policy))
         reason = self._error(trunk)
         if reason is None:
             return trunk

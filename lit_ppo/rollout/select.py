@@ -13,7 +13,7 @@ from lit_ppo.rollout.hf import HFEngine
 
 
 class AutoEngine:
-    """`graph` on CUDA, if it can serve the model; else `hf`, with one line that says why. `hf` for a sharded model.
+    """`graph` on CUDA, if it can serve the model; else `hf`, with one line that says why.
 
     Args:
         policy: The actor.
@@ -26,7 +26,7 @@ class AutoEngine:
     def generate(self, prompts: Prompts, sampling: Sampling, draw: Draw) -> Rollout:
         """Sample one response for each row; see `RolloutEngine`."""
         if self.engine is None:
-            graph = self.policy.device.type == "cuda" and not is_sharded(self.policy)
+            graph = self.policy.device.type == "cuda"
             self.engine = GraphEngine(self.policy) if graph else HFEngine(self.policy)
         try:
             return self.engine.generate(prompts, sampling, draw)
@@ -48,13 +48,6 @@ class AutoEngine:
     def memory_bytes(self) -> dict[str, int]:
         """Return what it holds between rollouts."""
         return {} if self.engine is None else self.engine.memory_bytes()
-
-
-def is_sharded(policy: RoleView) -> bool:
-    """Whether the actor's layers are wrapped in hooks that gather them, which no CUDA graph can hold."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    return any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in policy.store.modules())
 
 
 def build_engine(kind: str, policy: RoleView) -> RolloutEngine:

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lit_ppo.roles.fused_head import HeadSpec
-from lit_ppo.roles.model import decoder_of
+from lit_ppo.roles.model import RoleView, decoder_of
 from lit_ppo.rollout.cache import AttentionSpec, DecodeAttention, PrefillAttention, SlotCache
 
 
@@ -43,8 +42,6 @@ def unservable(base: Any) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
     ropes_bad = [r["rope_type"] for r in ropes if r.get("rope_type") in STATEFUL_ROPE]
-    if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in base.modules()):
-        return "its weights are sharded"
     if not getattr(base, "_supports_attention_backend", False):
         return "its attention does not go through transformers' AttentionInterface"
     if kinds:
@@ -56,6 +53,13 @@ def unservable(base: Any) -> str | None:
     if base.config.is_encoder_decoder:
         return "it is an encoder-decoder"
     return None
+
+
+def is_sharded(policy: RoleView) -> bool:
+    """Whether the actor's layers are wrapped in hooks that gather them."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in policy.store.modules())
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import tiny
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from lit_ppo import LoRAConfig, PPOConfig, PromptDataModule
+from lit_ppo import LoRAConfig, PromptDataModule
 from lit_ppo.callbacks import QuantizeModules
 
 torch.set_num_threads(1)
@@ -39,7 +39,6 @@ def attempts(models: dict[str, str], rank: int, folder: Path) -> dict[str, Any]:
         "no such folder on one rank": lambda: fit(module(reference="/nowhere" if odd else None)),
         "tensor parallel": lambda: fit(module(), strategy=ModelParallelStrategy(process_group_backend="gloo")),
         "flat parameters": lambda: fit(module(), strategy=cases.CPUFullyShardedStrategy(use_orig_params=False)),
-        "graphs of sharded layers": lambda: fit(module(ppo=PPOConfig(rollout_engine="graph")), strategy=fsdp2()),
         "four devices, two processes": lambda: fit(module(), devices=4),
         "16-mixed": lambda: fit(module(), strategy=fsdp2(), precision="16-mixed"),
         "a quantized trunk": lambda: fit(

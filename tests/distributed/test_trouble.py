@@ -21,7 +21,6 @@ SAID = {  # by mistake, what the ranks read; one text for both unless one of the
     "no such folder on one rank": ("Rank 1 failed in reading the prompts, so all ranks stop. ValueError", "'/nowhere'"),
     "tensor parallel": "`ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)`",
     "flat parameters": "`FSDPStrategy(use_orig_params=False)` leaves no parameters to tell roles",
-    "graphs of sharded layers": '`ppo.rollout_engine="graph"` captures the layers of the actor',
     "four devices, two processes": "does not match the world size (2)",
     "16-mixed": "does not support `Fabric(..., precision='16-mixed')`",
     "a quantized trunk": "FSDP2 shards floating-point weights only",
