@@ -23,29 +23,23 @@ from lit_ppo.roles.loading import fingerprint
 from lit_ppo.sharding.folders import is_folder, read_folder, recover, use_folders_safely
 
 if TYPE_CHECKING:
+    from lit_ppo.base import Harness
     from lit_ppo.harness import PPOHarness
 
 ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
-def save_hyperparameters(module: PPOHarness, reward: Any) -> None:
+def save_hyperparameters(module: Harness, arguments: dict[str, Any]) -> None:
     """Store the module's arguments as plain data, so that `load_from_checkpoint` can build it again.
 
     What is no plain data (a model or function made on the spot) is stored as None and has to be passed again.
+
+    Args:
+        module: Has those that every stage takes.
+        arguments: The others, by name.
     """
-    arguments = {
-        **module.sources,
-        "reward": reward,
-        "tokenizer": module._tokenizer,
-        "layout": module.layout,
-        "lora": module.lora,
-        "sampling": module.sampling_config,
-        "eval_sampling": module.eval_sampling_config,
-        "ppo": module.ppo,
-        "optim": module.optim,
-        "seed": module.seed,
-    }
-    module.save_hyperparameters({name: plain(value) for name, value in arguments.items()})
+    shared = {"tokenizer": module._tokenizer, "lora": module.lora, "optim": module.optim, "seed": module.seed}
+    module.save_hyperparameters({name: plain(value) for name, value in {**arguments, **shared}.items()})
 
 
 def plain(value: Any) -> Any:
@@ -70,21 +64,18 @@ def plain(value: Any) -> Any:
     return f"{home}.{name}" if found is value else None  # a lambda, closure or bound method is no import
 
 
-def state(module: PPOHarness) -> dict[str, Any]:
+def state(module: Harness) -> dict[str, Any]:
     """Return everything that Lightning does not save by itself."""
     return {
-        "iteration": module.iteration,
-        "episodes": module.episodes,
-        "kl": module.kl.state_dict(),
-        "score_scale": module.score_scale.state_dict(),
-        "nonfinite_in_a_row": module.nonfinite_in_a_row,
+        "stage": module.stage,
+        **module.counters(),
         "fingerprints": module.fingerprints,
         "architecture": architecture(module),
         "rng": gather(rng_state()),
     }
 
 
-def name_optimizer_states(module: PPOHarness, ckpt: dict[str, Any]) -> None:
+def name_optimizer_states(module: Harness, ckpt: dict[str, Any]) -> None:
     """Replace the numbers that optimizer states call their weights by with the weights' names.
 
     Loading by order goes on as before. Sharded runs load by name; they save so too.
@@ -105,7 +96,7 @@ def name_optimizer_states(module: PPOHarness, ckpt: dict[str, Any]) -> None:
             group["params"] = [name_of[key] for key in group["params"]]
 
 
-def restore(module: PPOHarness, ckpt: dict[str, Any]) -> None:
+def restore(module: Harness, ckpt: dict[str, Any]) -> None:
     """Take back what `state` returned.
 
     Raises:
@@ -114,8 +105,13 @@ def restore(module: PPOHarness, ckpt: dict[str, Any]) -> None:
     saved = ckpt.get("lit_ppo")
     if saved is None:
         raise ValueError(
-            "This checkpoint was not written by PPOLightningModule (it has no `lit_ppo` entry). To start from its "
-            "weights, export them to a folder and pass that as `actor`."
+            f"This checkpoint was not written by {type(module).__name__} (it has no `lit_ppo` entry). To start from "
+            f"its weights, export them to a folder and pass that as `{next(iter(module.sources))}`."
+        )
+    if (stage := saved.get("stage", "ppo")) != module.stage:
+        raise ValueError(
+            f"This checkpoint is of the stage `{stage}`, and {type(module).__name__} is the stage `{module.stage}`. "
+            f"To start from its weights, export them (`lit-ppo export --ckpt ... --to FOLDER`) and give the folder."
         )
     here, there = architecture(module), saved["architecture"]
     for role in sorted(here.keys() | there.keys()):
@@ -134,14 +130,11 @@ def restore(module: PPOHarness, ckpt: dict[str, Any]) -> None:
                 f"The frozen `{name}` is not the one that this checkpoint was trained with (its weights have changed: "
                 f"{theirs} then, {ours} now). Restore the original weights at its source."
             )
-    module.iteration, module.episodes = saved["iteration"], saved["episodes"]
-    module.kl.load_state_dict(saved["kl"])
-    module.score_scale.load_state_dict(saved["score_scale"])
-    module.nonfinite_in_a_row = saved["nonfinite_in_a_row"]
+    module.load_counters(saved)
     module.cache["rng"] = saved["rng"]
 
 
-def restore_rng(module: PPOHarness) -> None:
+def restore_rng(module: Harness) -> None:
     """Set this rank's random states from a loaded checkpoint, if there is one.
 
     PPO's own randomness is counter-based; this is for reward functions and other people's callbacks.
@@ -174,21 +167,20 @@ def set_rng_state(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all([s.cpu() for s in states["cuda"]])
 
 
-def hold_rng(module: PPOHarness) -> None:
+def hold_rng(module: Harness) -> None:
     """Remember the random states before an evaluation; with `release_rng`, a validation changes nothing in training."""
     module.cache["held rng"] = rng_state()
 
 
-def release_rng(module: PPOHarness) -> None:
+def release_rng(module: Harness) -> None:
     """Put back what `hold_rng` remembered, before the end of the evaluation is saved."""
     set_rng_state(module.cache.pop("held rng"))
 
 
-def architecture(module: PPOHarness) -> dict[str, dict[str, Any]]:
+def architecture(module: Harness) -> dict[str, dict[str, Any]]:
     """Return what tells models apart, for the roles that are saved."""
     if module.views is None:
         return {}
-    views = {"actor": module.views.actor, "critic": module.views.critic}
     return {
         role: {
             **{key: getattr(view.store.base.config.get_text_config(), key, None) for key in ARCHITECTURE},
@@ -196,8 +188,7 @@ def architecture(module: PPOHarness) -> dict[str, dict[str, Any]]:
             "layout": module.layout,
             "lora_rank": None if module.lora is None else module.lora.r,
         }
-        for role, view in views.items()
-        if view is not None
+        for role, view in module.views.saved().items()
     }
 
 
@@ -213,12 +204,11 @@ def describe(arch: dict[str, Any] | None) -> str:
     )
 
 
-def fingerprints(module: PPOHarness) -> dict[str, str]:
+def fingerprints(module: Harness) -> dict[str, str]:
     """Fingerprint the frozen weights that a checkpoint leaves out: the reference, and trunks under adapters."""
     found, seen = {}, set()
-    for role in ("actor", "critic", "reference"):
-        view = getattr(module.views, role)
-        if view is None or view.store in seen:
+    for role, view in module.views.all().items():
+        if view.store in seen:
             continue
         seen.add(view.store)
         kept = set() if role == "reference" else saved_names(view.store)
@@ -234,7 +224,7 @@ def reward_fingerprints(module: PPOHarness) -> dict[str, str]:
     return {role: fingerprint(model.named_parameters()) for role, model in models.items()}
 
 
-def keep_trained(module: PPOHarness, full: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def keep_trained(module: Harness, full: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Drop what is never trained from a state dict.
 
     Args:
@@ -252,12 +242,12 @@ def keep_trained(module: PPOHarness, full: dict[str, Any], prefix: str = "") -> 
     return full
 
 
-def stores(module: PPOHarness) -> dict[str, Any]:
+def stores(module: Harness) -> dict[str, Any]:
     """Return the registered parameter stores by attribute name."""
-    return {name: getattr(module, name) for name in ("actor", "critic") if hasattr(module, name)}
+    return {name: getattr(module, name) for name in module.views.saved() if hasattr(module, name)}
 
 
-def check_keys(module: PPOHarness, given: dict[str, Any]) -> None:
+def check_keys(module: Harness, given: dict[str, Any]) -> None:
     """Check that a state dict holds exactly what is trained, in the same shapes.
 
     Raises:

@@ -361,13 +361,9 @@ class PPOConfig:
 
 
 @dataclass
-class OptimConfig:
-    """One AdamW with a parameter group per role, and a schedule that moves once an iteration."""
+class AdamConfig:
+    """AdamW, and a schedule that moves once an iteration: what every stage has."""
 
-    actor_lr: float = 3e-6
-    """Learning rate of the policy (its adapters, with LoRA)."""
-    critic_lr: float | None = None
-    """Learning rate of the value model; None: as `actor_lr`."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's decay rates."""
     eps: float = 1e-5
@@ -392,8 +388,7 @@ class OptimConfig:
         """Check every value."""
         me = "optim"
         _check_types(me, self)
-        for name in ("actor_lr", "critic_lr", "weight_decay"):
-            _at_least(me, name, getattr(self, name), 0)
+        _at_least(me, "weight_decay", self.weight_decay, 0)
         _at_least(me, "eps", self.eps, 0, strict=True)
         betas: Any = self.betas
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(isinstance(b, Real) for b in betas):
@@ -407,3 +402,19 @@ class OptimConfig:
         choice(me, "schedule", self.schedule, SCHEDULES)
         _at_least(me, "warmup_iterations", self.warmup_iterations, 0)
         _at_least(me, "total_iterations", self.total_iterations, 1)
+
+
+@dataclass
+class OptimConfig(AdamConfig):
+    """One AdamW with a parameter group per role of PPO."""
+
+    actor_lr: float = 3e-6
+    """Learning rate of the policy (its adapters, with LoRA)."""
+    critic_lr: float | None = None
+    """Learning rate of the value model; None: as `actor_lr`."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        super().__post_init__()
+        for name in ("actor_lr", "critic_lr"):
+            _at_least("optim", name, getattr(self, name), 0)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lit_ppo import checkpoint, preflight, summary
 from lit_ppo.algo.advantages import estimate
@@ -24,9 +23,6 @@ from lit_ppo.ranks import distributed
 from lit_ppo.rewards import Scores
 from lit_ppo.rollout.base import PREDICT, TEST, TRAIN, VALIDATE, Draw, Sampling
 from lit_ppo.worst_case import DryRun, dry_runs
-
-NONFINITE_LIMIT = 3
-"""So many updates with a non-finite gradient in a row stop the run."""
 
 
 class PPOLightningModule(PPOHarness):
@@ -255,16 +251,6 @@ class PPOLightningModule(PPOHarness):
             rows = ((mine >= start) & (mine < stop)).nonzero()[:, 0]
             yield rows[mine[rows].argsort()]
 
-    def cuts(self, rows: Tensor, size: int) -> list[Tensor]:
-        """Cut rows into parts of at most `size`: one or more, and as many on every rank where forwards are collective.
-
-        Those beyond a rank's own rows are empty, which `Rollout.part` makes a ghost of.
-        """
-        rounds = torch.tensor(max(1, -(-len(rows) // size)))
-        if self.sharding.sharded:
-            rounds = self.reduce_max(rounds)
-        return [rows[i * size : (i + 1) * size] for i in range(int(rounds))]
-
     def evaluate_roles(self, rollout: Rollout) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run actor, critic and reference over the rollout, cut into the first epoch's micro-batches.
 
@@ -330,28 +316,6 @@ class PPOLightningModule(PPOHarness):
         if self.ppo.score_clip is not None:
             total = total.clamp(-self.ppo.score_clip, self.ppo.score_clip)
         return torch.where(rollout.stopped, total, total - self.ppo.missing_eos_penalty)
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Clip each role's gradient by its global norm; drop a step whose gradient is not finite.
-
-        Lightning calls this after unscaling, so it holds for every precision.
-        """
-        limit = float("inf") if self.ppo.max_grad_norm is None else self.ppo.max_grad_norm
-        finite = True
-        for role, parameters in self.trained.items():
-            norm = self.sharding.clip([p for _, p in parameters], limit)
-            if norm is not None:
-                finite = finite and bool(norm.isfinite())
-                self.means.add(f"optim/grad_norm_{role}", norm if norm.isfinite() else 0.0, float(norm.isfinite()))
-        if finite:
-            self.nonfinite_in_a_row = 0
-            return
-        optimizer.zero_grad(set_to_none=True)  # the step that follows then changes nothing
-        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
-            return  # the scaler looks for its scale by overflowing: not a fault
-        self.nonfinite_in_a_row += 1
-        self.skipped_steps += 1  # of this iteration
-        preflight.report_nonfinite(self, NONFINITE_LIMIT)
 
     def end_iteration(self, experience: Experience) -> None:
         """Move schedule and KL controller, log every metric once, over all ranks."""

@@ -15,11 +15,12 @@ from lit_ppo.data import PromptDataModule
 from lit_ppo.experience import Prompts
 from lit_ppo.output import check_output
 from lit_ppo.ranks import check_device, check_same, gather
-from lit_ppo.roles.build import RolePlan, plan_roles
-from lit_ppo.roles.sources import context_length, load_tokenizer
+from lit_ppo.roles.build import RolePlan, check_source, plan_roles
+from lit_ppo.roles.sources import context_length, load_tokenizer, model_config
 from lit_ppo.rollout.base import Sampling, resolve_sampling
 
 if TYPE_CHECKING:
+    from lit_ppo.base import Harness
     from lit_ppo.harness import PPOHarness
 
 NEAR_GREEDY = 0.01
@@ -157,7 +158,7 @@ def check_batch(module: PPOHarness, episodes: int) -> None:
         )
 
 
-def check_warmup(module: PPOHarness, batches: int) -> None:
+def check_warmup(module: Harness, batches: int) -> None:
     """Check that the learning rate's warm-up ends within the fit.
 
     Args:
@@ -206,7 +207,7 @@ def endless(trainer: Any) -> bool:
     return trainer.max_steps == -1 and trainer.max_epochs in (None, -1)
 
 
-def total_iterations(module: PPOHarness, batches: int | None = None) -> int:
+def total_iterations(module: Harness, batches: int | None = None) -> int:
     """Return how many iterations the schedule spans: as configured, or as many as this fit will run.
 
     Args:
@@ -215,17 +216,17 @@ def total_iterations(module: PPOHarness, batches: int | None = None) -> int:
     """
     if module.optim.total_iterations is not None:
         return module.optim.total_iterations
-    trainer, updates = module.trainer, module.ppo.epochs * module.ppo.minibatches
+    trainer = module.trainer
     ends = []
     if trainer.max_epochs not in (None, -1):
         ends.append(trainer.max_epochs * (trainer.num_training_batches if batches is None else batches))
-    if trainer.max_steps != -1 and not (ends and module.ppo.target_kl is not None):
+    if trainer.max_steps != -1 and not (ends and module.varies):
         # With a target KL an iteration may take fewer steps, and then there are more of them than this.
-        ends.append(-(-trainer.max_steps // updates))
+        ends.append(-(-trainer.max_steps // module.updates))
     return max(1, int(min(ends)))
 
 
-def true_dtype(module: PPOHarness) -> torch.dtype | None:
+def true_dtype(module: Harness) -> torch.dtype | None:
     """Return what the trainer's precision makes of every trained weight: a dtype for `bf16-true` and its like."""
     names = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
     return None if module._trainer is None else names.get(module.trainer.precision)
@@ -252,27 +253,30 @@ def plan(module: PPOHarness) -> RolePlan:
     return module.cache["plan"]
 
 
-def load_policy_tokenizer(module: PPOHarness, given: Any) -> Any:
-    """Load the policy's tokenizer.
+def load_own_tokenizer(module: Harness, given: Any) -> Any:
+    """Load the tokenizer of what is trained.
 
     Args:
-        module: Knows the actor's source.
-        given: A path or id, or None: beside the actor.
+        module: Knows the sources.
+        given: A path or id, or None: beside the first source.
 
     Raises:
         ValueError: There is none.
     """
-    actor = plan(module).actor
     if isinstance(given, str):
         return load_tokenizer(given)
-    if isinstance(actor, nn.Module):
-        source = getattr(actor, "name_or_path", "")
-        if not source:
-            raise ValueError("`actor` is a model without a path, so its tokenizer is unknown: pass `tokenizer=`.")
-        return load_tokenizer(source)
-    assert isinstance(actor, RoleConfig)
-    assert actor.source is not None
-    return load_tokenizer(actor.source, trust_remote_code=actor.trust_remote_code, revision=actor.revision)
+    role = next(iter(module.sources))
+    source = check_source(role, module.sources[role])
+    if source is None:
+        raise ValueError(f"`{role}` is missing: give a folder, a Hugging Face id, or a transformers model.")
+    if isinstance(source, nn.Module):
+        path = getattr(source, "name_or_path", "")
+        if not path:
+            raise ValueError(f"`{role}` is a model without a path, so its tokenizer is unknown: pass `tokenizer=`.")
+        return load_tokenizer(path)
+    model_config(role, source)  # if there is nothing at all, that is the better explanation
+    assert source.source is not None
+    return load_tokenizer(source.source, trust_remote_code=source.trust_remote_code, revision=source.revision)
 
 
 def resolved(module: PPOHarness, config: SamplingConfig) -> Sampling:
@@ -323,30 +327,3 @@ def as_prompts(batch: Any, module: PPOHarness) -> Prompts:
         train = module._trainer is not None and module.trainer.training
         check_length(module, int(batch.lengths.max()), train=train)
     return batch
-
-
-def report_nonfinite(module: PPOHarness, limit: int) -> None:
-    """Warn of a dropped update; stop the run when `limit` in a row were.
-
-    Raises:
-        FloatingPointError: The limit is reached.
-    """
-    count, iteration = module.nonfinite_in_a_row, module.iteration
-    if count < limit:
-        rank_zero_warn(
-            f"The gradient of iteration {iteration} is not finite: this update is dropped ({count} in a row)."
-        )
-        return
-    bad = [
-        f"{role}.{name}"
-        for role, named in module.trained.items()
-        for name, parameter in named
-        if not getattr(parameter, "_local_tensor", parameter).isfinite().all()  # FSDP2's share of this rank
-    ]
-    raise FloatingPointError(
-        f"{count} updates in a row had a gradient that is not finite; the run stops at iteration {iteration}, and its "
-        "last checkpoint is intact. "
-        + (f"Weights that are not finite: {', '.join(bad[:5])}. " if bad else "All weights are finite still. ")
-        + "Look at the last rewards and `policy/approxkl_avg`; lower `optim.actor_lr` or `ppo.max_grad_norm`, clip "
-        "scores (`ppo.score_clip`), or use float32."
-    )

@@ -16,6 +16,7 @@ from lit_ppo.rewards import Samples, Scores
 from lit_ppo.speed import device_peak, rollout_floor, update_flop
 
 if TYPE_CHECKING:
+    from lit_ppo.base import Harness
     from lit_ppo.harness import PPOHarness
 
 
@@ -131,11 +132,7 @@ def role_modules(module: PPOHarness) -> dict[str, nn.Module]:
     """Return the models by role; roles that are views of one store give the same module."""
     if module.views is None:
         return {}
-    found = {}
-    for role in ("actor", "critic", "reference"):
-        view = getattr(module.views, role)
-        if view is not None:
-            found[role] = view.store
+    found: dict[str, nn.Module] = {role: view.store for role, view in module.views.all().items()}
     for reward in () if module.rewards is None else module.rewards.rewards:
         if reward.model is not None:
             found[module.rewards.role(reward)] = reward.model
@@ -143,8 +140,13 @@ def role_modules(module: PPOHarness) -> dict[str, nn.Module]:
 
 
 @rank_zero_only
-def print_table(module: PPOHarness) -> None:
-    """Print the effective configuration: what is loaded, what is trained, and how a batch is cut."""
+def print_table(module: Harness, text: str) -> None:
+    """Print the effective configuration: what is loaded, what is trained, and how a batch is cut.
+
+    Args:
+        module: With its models placed.
+        text: Goes below the table.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -152,12 +154,13 @@ def print_table(module: PPOHarness) -> None:
     for column in ("role", "model", "parameters", "trained", "dtype", "device", "weights", "gradients", "optimizer"):
         left = column in ("role", "model", "dtype", "device")
         table.add_column(column, justify="left" if left else "right", no_wrap=column == "role")
-    terms = module.rewards.rewards if module.rewards is not None else []
+    rewards: Any = getattr(module, "rewards", None)
+    terms = rewards.rewards if rewards is not None else []
     weights = {r.name: "" if r.config.weight == 1 else f" x {r.config.weight:g}" for r in terms}
-    models = {module.rewards.role(r): weights[r.name] for r in terms if r.model is not None}
+    models = {rewards.role(r): weights[r.name] for r in terms if r.model is not None}
     seen: dict[int, str] = {}
     trained = {role: [p for _, p in named] for role, named in module.trained.items()}
-    for role, model in role_modules(module).items():
+    for role, model in module.roles.items():
         parameters = list(model.parameters())
         base = getattr(model, "base", model)
         first = max(parameters, key=lambda p: p.numel())
@@ -182,7 +185,7 @@ def print_table(module: PPOHarness) -> None:
     if not console.is_terminal:
         console = Console(width=150)  # a log file: cut no names
     console.print(table)
-    console.print(batch_arithmetic(module), highlight=False)
+    console.print(text, highlight=False)
 
 
 def in_bytes(size: int) -> str:

@@ -21,9 +21,10 @@ LAYERS = [
     {"rollout", "rewards", "sharding"},  # text from models, numbers from text, models on many devices
     {"checks"},  # what can be said of the two before a run
     {"preflight", "checkpoint", "summary", "worst_case"},  # what is around the iterations
+    {"base"},  # what PPO and the stages before it share
     {"harness"},  # Lightning's hooks
-    {"module"},  # the algorithm
-    {"stages", "export", "plan"},  # what comes before PPO, after it, and instead of trying
+    {"module", "stages"},  # the algorithm, and what comes before it
+    {"export", "plan"},  # what comes after it, and instead of trying
     {"cli"},
     {"__main__"},
 ]

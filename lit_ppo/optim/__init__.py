@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_ppo.config import OptimConfig
+from lit_ppo.config import AdamConfig
 from lit_ppo.optim.codes import scale_shape
 from lit_ppo.optim.lean import LeanAdamW, in_eight_bits
 from lit_ppo.optim.master import MasterAdamW, is_low_precision
@@ -16,7 +16,7 @@ from lit_ppo.optim.schedule import apply_options, schedule
 __all__ = ["LeanAdamW", "MasterAdamW", "apply_options", "build_optimizer", "schedule", "state_bytes"]
 
 
-def build_optimizer(groups: list[dict[str, Any]], config: OptimConfig, seed: int = 0) -> MasterAdamW:
+def build_optimizer(groups: list[dict[str, Any]], config: AdamConfig, seed: int = 0) -> MasterAdamW:
     """Return the AdamW that a configuration asks for.
 
     Args:
@@ -29,7 +29,7 @@ def build_optimizer(groups: list[dict[str, Any]], config: OptimConfig, seed: int
     return LeanAdamW(groups, state=config.state, rounding=config.rounding, paged=config.paged, seed=seed)
 
 
-def state_bytes(p: Tensor, config: OptimConfig) -> int:
+def state_bytes(p: Tensor, config: AdamConfig) -> int:
     """Return what the state of a weight takes, on the GPU or, where it is paged, in host memory.
 
     Args:

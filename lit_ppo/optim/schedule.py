@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from lit_ppo.config import OptimConfig
+from lit_ppo.config import AdamConfig
 
 
-def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total: int | Callable[[], int]) -> LambdaLR:
+def schedule(optimizer: torch.optim.Optimizer, config: AdamConfig, total: int | Callable[[], int]) -> LambdaLR:
     """Scale every group's learning rate by iteration: a linear warm-up, then down to 0 at iteration `total`.
 
     Args:

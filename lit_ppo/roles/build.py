@@ -63,12 +63,18 @@ class Roles:
     critic: RoleView | None
     reference: RoleView | None
 
+    def all(self) -> dict[str, RoleView]:
+        """Return the roles that there are, by name."""
+        views = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        return {role: view for role, view in views.items() if view is not None}
+
+    def saved(self) -> dict[str, RoleView]:
+        """Return those that are trained, and kept in checkpoints."""
+        return {role: view for role, view in self.all().items() if role != "reference"}
+
     def trained(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """Return the named parameters that each role's optimizer group holds."""
-        groups = {"actor": _trained(self.actor)}
-        if self.critic is not None:
-            groups["critic"] = _trained(self.critic)
-        return groups
+        return {role: trained_parameters(view) for role, view in self.saved().items()}
 
 
 def plan_roles(
@@ -103,7 +109,8 @@ def plan_roles(
     if abs(seed) >= 2**63:
         raise ValueError(f"`seed={seed}` does not fit into 63 bits, as torch's generators need.")
     sources: dict[str, Any] = {
-        name: _source(name, value) for name, value in (("actor", actor), ("critic", critic), ("reference", reference))
+        name: check_source(name, value)
+        for name, value in (("actor", actor), ("critic", critic), ("reference", reference))
     }
     if sources["actor"] is None or _sourceless(sources["actor"]):
         raise ValueError("`actor` is missing: give a folder, a Hugging Face id, or a transformers model.")
@@ -236,7 +243,8 @@ def saved_names(store: RoleModel) -> set[str]:
     return names
 
 
-def _trained(view: RoleView) -> list[tuple[str, nn.Parameter]]:
+def trained_parameters(view: RoleView) -> list[tuple[str, nn.Parameter]]:
+    """Return the named parameters of a role that an optimizer updates."""
     saved = saved_names(view.store)
     named = [(clean_name(n), p) for n, p in view.store.named_parameters()]
     named = [(n, p) for n, p in named if n in saved]
@@ -249,7 +257,17 @@ def _trained(view: RoleView) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def _source(name: str, value: Source) -> RoleConfig | nn.Module | None:
+def check_source(name: str, value: Source) -> RoleConfig | nn.Module | None:
+    """Return a source as a `RoleConfig`, a module, or None where nothing is given.
+
+    Args:
+        name: Of the role.
+        value: As the user gave it.
+
+    Raises:
+        TypeError: It is none of what a source can be.
+        ValueError: An option that has no effect on this role.
+    """
     if value is None or isinstance(value, nn.Module):
         return value
     if isinstance(value, str | os.PathLike):

@@ -1,0 +1,62 @@
+"""Options of the stages before PPO: a dataclass each, a docstring per field, checked when constructed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lit_ppo.config import AdamConfig, _at_least, _check_types, choice
+
+NORMALIZATIONS = ("none", "mean", "mean_std")
+
+
+@dataclass
+class StageOptimConfig(AdamConfig):
+    """One AdamW for the one model that a stage before PPO trains."""
+
+    lr: float = 1e-5
+    """Learning rate."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        super().__post_init__()
+        _at_least("optim", "lr", self.lr, 0)
+
+
+@dataclass
+class SFTConfig:
+    """Supervised fine-tuning: the likelihood of answers."""
+
+    micro_batch_size: int | None = None
+    """Examples in one forward and backward. None: the whole batch. Changes memory and speed, not the gradient."""
+    max_grad_norm: float | None = 1.0
+    """The gradient norm is clipped to this; None is off."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _check_types("sft", self)
+        _at_least("sft", "micro_batch_size", self.micro_batch_size, 1)
+        _at_least("sft", "max_grad_norm", self.max_grad_norm, 0, strict=True, why="Leave it out (null) to turn it off.")
+
+
+@dataclass
+class RankingConfig:
+    """A reward model from pairs of answers, by the Bradley-Terry model."""
+
+    micro_batch_size: int | None = None
+    """Pairs in one forward and backward. None: the whole batch. Changes memory and speed, not the gradient."""
+    max_grad_norm: float | None = 1.0
+    """The gradient norm is clipped to this; None is off."""
+    normalize: str = "mean"
+    """What scores are over reference answers: mean 0 (`mean`), also standard deviation 1 (`mean_std`), or as they come
+    out of training (`none`). It is measured for each checkpoint and becomes part of what is exported."""
+    references: int = 512
+    """Reference answers at most that it is measured on."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _check_types("ranking", self)
+        _at_least("ranking", "micro_batch_size", self.micro_batch_size, 1)
+        off = "Leave it out (null) to turn it off."
+        _at_least("ranking", "max_grad_norm", self.max_grad_norm, 0, strict=True, why=off)
+        choice("ranking", "normalize", self.normalize, NORMALIZATIONS)
+        _at_least("ranking", "references", self.references, 2)
