@@ -79,6 +79,7 @@ class Harness(LightningModule):
         self.eval_means = Means()
         self.nonfinite_in_a_row = 0
         self.skipped_steps = 0
+        self.dropped = False
         self.fingerprints: dict[str, str] = {}
         self.work: dict[str, Work] = {}
 
@@ -207,6 +208,11 @@ class Harness(LightningModule):
         return self.views.trained()
 
     @property
+    def updated_together(self) -> list[list[str]]:
+        """Roles that are trained, in groups: the gradients of a group are alive together, and gone before the next's."""
+        return [list(self.trained)]
+
+    @property
     def group_options(self) -> list[dict[str, Any]]:
         """Options of each optimizer group, as configured."""
         shared = {"betas": tuple(self.optim.betas), "eps": self.optim.eps, "weight_decay": self.optim.weight_decay}
@@ -271,21 +277,25 @@ class Harness(LightningModule):
         Lightning calls this after unscaling, so it holds for every precision.
         """
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        finite = True
-        for role, parameters in self.trained.items():
-            norm = self.sharding.clip([p for _, p in parameters], limit)
-            if norm is not None:
-                finite = finite and bool(norm.isfinite())
-                self.means.add(f"optim/grad_norm_{role}", norm if norm.isfinite() else 0.0, float(norm.isfinite()))
-        if finite:
-            self.nonfinite_in_a_row = 0
+        norms = {role: self.sharding.clip([p for _, p in named], limit) for role, named in self.trained.items()}
+        found = {role: norm for role, norm in norms.items() if norm is not None}
+        for role, norm in found.items():
+            self.means.add(f"optim/grad_norm_{role}", norm if norm.isfinite() else 0.0, float(norm.isfinite()))
+        if all(norm.isfinite() for norm in found.values()):
+            if self.updated_together[-1][-1] in found:  # the step is whole
+                self.nonfinite_in_a_row = 0
             return
         optimizer.zero_grad(set_to_none=True)  # the step that follows then changes nothing
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             return  # the scaler looks for its scale by overflowing: not a fault
+        self.dropped = True
         self.nonfinite_in_a_row += 1
         self.skipped_steps += 1  # of this iteration
         self.report_nonfinite()
+
+    def uncounted_step(self, optimizer: Any) -> None:
+        """Step as Lightning does (its hooks, its precision) without counting it in `global_step`."""
+        self.trainer.strategy.optimizer_step(optimizer.optimizer, lambda: None)
 
     def report_nonfinite(self) -> None:
         """Warn of a dropped update; stop the run when `NONFINITE_LIMIT` in a row were.

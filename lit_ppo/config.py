@@ -311,6 +311,9 @@ class PPOConfig:
     """Iterations at the start in which only the critic learns."""
     max_grad_norm: float | None = 1.0
     """Gradient norm of each role is clipped to this; None is off."""
+    sequential_roles: bool = False
+    """Within a minibatch, finish the actor's backward and step before the critic's begin: one role's gradients and
+    activations at a time. Same result; `on_before_optimizer_step` fires for each of the two."""
 
     def __post_init__(self) -> None:
         """Check every value and every pair that cannot go together."""

@@ -224,6 +224,12 @@ class PPOHarness(Harness):
         return self.iteration >= self.ppo.critic_warmup_iterations
 
     @property
+    def updated_together(self) -> list[list[str]]:
+        """The roles that are trained now, one by one if so configured."""
+        roles = [role for role in self.trained if role != "actor" or self.trains_actor]
+        return [[role] for role in roles] if self.ppo.sequential_roles else [roles]
+
+    @property
     def roles(self) -> dict[str, nn.Module]:
         """The models by role, for callbacks and reports; several roles may be views of one."""
         return summary.role_modules(self)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 Reduce = Callable[[Tensor], Tensor]
+Sums = dict[str, tuple[Tensor, Tensor]]
+"""Totals and counts by metric."""
 
 
 class Means:

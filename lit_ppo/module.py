@@ -18,7 +18,7 @@ from lit_ppo.algo.losses import aggregate, policy_loss, value_loss
 from lit_ppo.algo.masked import whiten
 from lit_ppo.experience import Experience, Prompts, Rollout
 from lit_ppo.harness import PPOHarness
-from lit_ppo.metrics import Means
+from lit_ppo.metrics import Means, Sums
 from lit_ppo.ranks import distributed
 from lit_ppo.rewards import Scores
 from lit_ppo.rollout.base import PREDICT, TEST, TRAIN, VALIDATE, Draw, Sampling
@@ -153,41 +153,46 @@ class PPOLightningModule(PPOHarness):
         optimizer: Any = self.optimizers()
         mask = minibatch.loss_mask
         tokens, sequences = self.reduce(torch.stack([mask.sum(), mask.any(1).sum()]).to(self.device))
-        weights = [p for named in self.trained.values() for _, p in named]
-        size = self.ppo.micro_batch_size or max(1, len(minibatch))
         optimizer.zero_grad()
         if not tokens:  # the rewards skipped every sample: a step without gradients, so that steps stay counted
             optimizer.step()
             return
+        stats: list[Sums] = []
+        *earlier, last = self.updated_together
+        self.dropped = False
+        for roles in earlier:  # with `ppo.sequential_roles`: one role's gradients and activations at a time
+            stats += self.backward_of(roles, minibatch, tokens, sequences)
+            self.uncounted_step(optimizer)
+            optimizer.zero_grad()
+        if not self.dropped:  # a gradient that is not finite drops the whole step, as far as it is not taken yet
+            stats += self.backward_of(last, minibatch, tokens, sequences)
+        optimizer.step()  # clips each role's gradient on the way: `on_before_optimizer_step`
+        optimizer.zero_grad()  # nothing of it is alive in the next rollout
+        summary.record_update(self, stats, epoch_kl)
+
+    def backward_of(self, roles: list[str], minibatch: Experience, tokens: Tensor, sequences: Tensor) -> list[Sums]:
+        """Build the gradients of some roles, micro-batch by micro-batch; return what `loss` says for the metrics."""
+        weights = [p for role in roles for _, p in self.trained[role]]
+        size = self.ppo.micro_batch_size or max(1, len(minibatch))
         for attempt in self.oom_policy.retry("update", size, module=self, parameters=weights):
             with attempt, self.sharding.unsynced():
                 stats = []
                 for rows in self.cuts(torch.arange(len(minibatch)), attempt.size):
-                    loss, micro_stats = self.loss(minibatch.part(rows), tokens, sequences)
+                    loss, micro_stats = self.loss(minibatch.part(rows), tokens, sequences, roles)
                     self.manual_backward(loss * self.trainer.world_size)  # undoes the data-parallel mean
                     stats.append(micro_stats)
         if not self.oom_policy.recover:  # it has averaged, once all ranks had agreed
             self.sharding.average(weights)
-        optimizer.step()  # clips each role's gradient on the way: `on_before_optimizer_step`
-        if not self.updated and self.trains_actor:
-            ratios = [micro_stats["val/ratio"] for micro_stats in stats]
-            self.means.add("policy/ratio_first_step", sum(r for r, _ in ratios), sum(n for _, n in ratios))
-        self.updated = True
-        for micro_stats in stats:
-            for name, (total, count) in micro_stats.items():
-                self.means.add(name, total, count)
-            if "policy/approxkl_avg" in micro_stats:
-                epoch_kl.add("kl", *micro_stats["policy/approxkl_avg"])
+        return stats
 
-    def loss(
-        self, micro: Experience, tokens: Tensor, sequences: Tensor
-    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    def loss(self, micro: Experience, tokens: Tensor, sequences: Tensor, roles: list[str]) -> tuple[Tensor, Sums]:
         """Return a micro-batch's share of the minibatch's loss, and sums and counts for the metrics.
 
         Args:
             micro: b rows.
             tokens: Response tokens of the global minibatch.
             sequences: Its sequences.
+            roles: Whose losses to add up: actor, critic.
         """
         ppo, mask = self.ppo, micro.loss_mask
 
@@ -196,9 +201,9 @@ class PPOLightningModule(PPOHarness):
             return aggregate(token_loss, mask, mode, tokens=tokens, sequences=sequences, width=width)
 
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        stats: dict[str, tuple[Tensor, Tensor]] = {}
+        stats: Sums = {}
         n = mask.sum()
-        if self.trains_actor:
+        if "actor" in roles:
             logprobs, entropy = self.views.actor(micro, entropy=True, **self.tempering)
             clip_high = ppo.clip if ppo.clip_high is None else ppo.clip_high
             token_loss, s = policy_loss(
@@ -222,7 +227,7 @@ class PPOLightningModule(PPOHarness):
             }
             if ppo.dual_clip is not None:
                 stats["policy/dual_clipfrac_avg"] = (s["dual_clipfrac"], n)
-        if self.views.critic is not None:
+        if "critic" in roles:
             values, _ = self.views.critic(micro)
             assert micro.values is not None
             assert micro.returns is not None

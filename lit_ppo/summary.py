@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lit_ppo.algo.masked import explained_variance
 from lit_ppo.experience import Rollout
-from lit_ppo.metrics import Means
+from lit_ppo.metrics import Means, Sums
 from lit_ppo.optim import state_bytes
 from lit_ppo.rewards import Samples, Scores
 from lit_ppo.speed import device_peak, rollout_floor, update_flop
@@ -65,6 +65,25 @@ def record(
         means.add(f"reward/{name}_cut_rate", count, n)
     if values is not None and returns is not None and int(module.reduce(mask.sum())) > 1:
         means.add("critic/explained_var", explained_variance(values, returns, mask, module.reduce), 1)
+
+
+def record_update(module: PPOHarness, stats: list[Sums], epoch_kl: Means) -> None:
+    """Add what an optimizer step says to the metrics.
+
+    Args:
+        module: Holds the metrics.
+        stats: Sums and counts by name, of each micro-batch.
+        epoch_kl: Takes the approximate KL.
+    """
+    ratios = [micro["val/ratio"] for micro in stats if "val/ratio" in micro]
+    if not module.updated and ratios:
+        module.means.add("policy/ratio_first_step", sum(r for r, _ in ratios), sum(n for _, n in ratios))
+    module.updated = True
+    for micro in stats:
+        for name, (total, count) in micro.items():
+            module.means.add(name, total, count)
+        if "policy/approxkl_avg" in micro:
+            epoch_kl.add("kl", *micro["policy/approxkl_avg"])
 
 
 def record_evaluation(means: Means, rollout: Rollout, scores: Scores) -> None:

@@ -44,7 +44,10 @@ def dry_runs(module: PPOLightningModule) -> dict[str, DryRun]:
         rows = experience(module, size, longest)
         tokens, sequences = rows.loss_mask.sum(), torch.tensor(size, device=module.device)
         try:
-            module.manual_backward(module.loss(rows, tokens, sequences)[0])
+            for roles in module.updated_together:
+                module.manual_backward(module.loss(rows, tokens, sequences, roles)[0])
+                for _, parameter in (named for role in roles for named in module.trained[role]):
+                    parameter.grad = None if module.ppo.sequential_roles else parameter.grad
         finally:
             module.set_mode(train=False)
 
