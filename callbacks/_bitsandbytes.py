@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from lit_ppo.callbacks._common import clean_name
 
 MODES = ("nf4", "fp4", "int8")
+SKIP = ("score", "classifier", "lm_head", "head", "v_head", "value_head", "lora_A", "lora_B")
+"""Submodules that stay at full precision unless told otherwise: heads and adapters."""
 PROBE_TOKENS = 32
 PROBE_ROWS = 8
 _MARK = "_lit_ppo_kept_out"
@@ -55,6 +58,36 @@ class QuantizationReport:
             return f"{text}, error not measured"
         text += f", layer error {self.layer_error:.2%} (worst {self.worst_error:.2%}: {self.worst_layer})"
         return text if self.output_error is None else f"{text}, output error {self.output_error:.2%}"
+
+
+def loading_config(
+    mode: str,
+    device: torch.device,
+    double_quant: bool = True,
+    skip: Sequence[str] = SKIP,
+    compute_dtype: torch.dtype | None = None,
+) -> Any:
+    """Return what makes `from_pretrained` quantize each weight as it is read: the whole is never in memory.
+
+    Args:
+        mode: One of `MODES`.
+        device: Where the model will be.
+        double_quant: Also quantize the constants of 4-bit blocks.
+        skip: Submodules that stay at full precision.
+        compute_dtype: What 4-bit layers compute in; None: bfloat16 on CUDA, else float32.
+    """
+    from transformers import BitsAndBytesConfig
+
+    if mode == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(skip))
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=mode,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=compute_dtype or default,
+        llm_int8_skip_modules=list(skip),
+    )
 
 
 def quantized_layers(module: nn.Module) -> dict[str, Any]:

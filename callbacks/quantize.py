@@ -18,10 +18,12 @@ from typing_extensions import override
 
 from lit_ppo.callbacks._bitsandbytes import (
     MODES,
+    SKIP,
     QuantizationReport,
     fingerprint,
     keep_out_of_checkpoints,
     linear_layers,
+    loading_config,
     prepare,
     quantize_,
     quantized_layers,
@@ -37,8 +39,6 @@ from lit_ppo.callbacks._common import (
     outermost,
 )
 from lit_ppo.hooks import after_configure_model, withdraw
-
-SKIP = ("score", "classifier", "lm_head", "head", "v_head", "value_head", "lora_A", "lora_B")
 
 
 class QuantizeModules(Callback):
@@ -166,7 +166,9 @@ class QuantizeModules(Callback):
                 options[role] = {
                     "device_map": {"": device},
                     **before,
-                    "quantization_config": self._loading_config(device),
+                    "quantization_config": loading_config(
+                        self.mode, device, self.double_quant, self.skip, self.compute_dtype
+                    ),
                 }
                 self._undo.append(partial(options.__setitem__, role, before))
         self._quantize_role = quantize
@@ -335,20 +337,6 @@ class QuantizeModules(Callback):
             )
         rank_zero_info(f"{type(self).__name__}: {name} in {self.mode}: {self.reports[name]}.")
         return module
-
-    def _loading_config(self, device: torch.device) -> Any:
-        from transformers import BitsAndBytesConfig
-
-        if self.mode == "int8":
-            return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=self.skip)
-        default = torch.bfloat16 if device.type == "cuda" else torch.float32
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=self.mode,
-            bnb_4bit_use_double_quant=self.double_quant,
-            bnb_4bit_compute_dtype=self.compute_dtype or default,
-            llm_int8_skip_modules=self.skip,
-        )
 
 
 class QuantizeRewardModel(QuantizeModules):

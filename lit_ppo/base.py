@@ -21,6 +21,7 @@ from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.metrics import Means
 from lit_ppo.optim import apply_options, build_optimizer, schedule
 from lit_ppo.ranks import gather, together
+from lit_ppo.roles.quantized import quantizes
 from lit_ppo.sharding import sharding_for
 from lit_ppo.sharding.materialize import Source
 from lit_ppo.sharding.replicated import Replicated
@@ -118,6 +119,7 @@ class Harness(LightningModule):
         if self.views is None:
             ranks = 1 if self._trainer is None else self.trainer.world_size
             once = ranks > 1 and not self.role_transforms and not self.role_load_kwargs
+            once = once and not any(quantizes(source) for source in self.sources.values())
             empty = once and self.global_rank > 0
             self.adopt(together("loading the models", lambda: self.build(empty=empty)))
             if once:
@@ -209,7 +211,7 @@ class Harness(LightningModule):
 
     @property
     def updated_together(self) -> list[list[str]]:
-        """Roles that are trained, in groups: the gradients of a group are alive together, and gone before the next's."""
+        """Roles that are trained now, in groups: gradients of a group are alive together, and gone before the next's."""
         return [list(self.trained)]
 
     @property

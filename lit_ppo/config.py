@@ -5,12 +5,14 @@ Nothing here imports a model library, so that a bad value is reported before any
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from numbers import Integral, Number, Real
+from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from lit_ppo.options import at_least, at_most, check_types
+from lit_ppo.options import choice as choice
+from lit_ppo.options import from_dict as from_dict
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
@@ -24,82 +26,8 @@ AGGREGATIONS = (
 ADVANTAGES = ("gae", "grpo", "rloo", "reinforce_pp")
 SCHEDULES = ("linear", "cosine", "constant")
 LAYOUTS = ("separate", "shared")
+QUANTIZE = ("none", "nf4", "fp4", "int8")
 ENGINES = ("auto", "hf", "graph")
-
-T = TypeVar("T")
-
-
-def from_dict(cls: type[T], value: T | dict[str, Any] | None) -> T:
-    """Accept a dataclass, the dict of its fields, or None for its defaults.
-
-    Checkpoints store plain dicts (a pickled dataclass does not load with ``weights_only=True``).
-
-    Args:
-        cls: The dataclass to build.
-        value: An instance, a dict of fields, or None.
-
-    Raises:
-        ValueError: A key that is not a field; the nearest field is named.
-        TypeError: Neither an instance nor a dict.
-    """
-    if value is None:
-        return cls()
-    if isinstance(value, cls):
-        for f in fields(cls):  # type: ignore[arg-type]
-            setattr(value, f.name, _python(getattr(value, f.name)))
-        return value
-    if not isinstance(value, dict):
-        raise TypeError(f"Expected {cls.__name__} or a dict of its fields, got {type(value).__name__}: {value!r}.")
-    names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-    for key in value:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else f" Its options are: {', '.join(names)}."
-            raise ValueError(f"`{key}` is not an option of {cls.__name__}.{hint}")
-    return cls(**{key: _python(option) for key, option in value.items()})
-
-
-def _python(value: Any) -> Any:
-    """Return numpy's numbers as Python's: in a checkpoint, the former do not load with ``weights_only=True``."""
-    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
-
-
-def choice(owner: str, name: str, value: str, options: Sequence[str]) -> None:
-    """Raise unless `value` is one of `options`; `owner` and `name` say which option it is."""
-    if value not in options:
-        near = difflib.get_close_matches(str(value), options, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise ValueError(
-            f"`{owner}{'.' * bool(owner)}{name}={value!r}` must be one of {', '.join(map(repr, options))}.{hint}"
-        )
-
-
-def _check_types(owner: str, options: Any) -> None:
-    """Raise unless every number and switch of a dataclass is one, and no number infinite."""
-    for f in fields(options):
-        value, kind = getattr(options, f.name), str(f.type).removesuffix(" | None")
-        wanted = {"int": (Integral, "a whole number"), "float": (Real, "a number"), "bool": (bool, "true or false")}
-        if kind not in wanted or (value is None and kind != f.type):
-            continue
-        if not isinstance(value, wanted[kind][0]) or (kind != "bool" and isinstance(value, bool)):
-            raise TypeError(f"`{owner}.{f.name}={value!r}` must be {wanted[kind][1]}, and is a {type(value).__name__}.")
-        if value in (float("inf"), -float("inf")):
-            raise ValueError(f"`{owner}.{f.name}={value!r}` must be a finite number.")
-
-
-def _at_least(owner: str, name: str, value: float | None, low: float, *, strict: bool = False, why: str = "") -> None:
-    if value is None:
-        return
-    ok = value > low if strict else value >= low
-    if not ok:  # NaN is not ok either
-        raise ValueError(
-            f"`{owner}.{name}={value!r}` must be {'>' if strict else '>='} {low:g}.{' ' + why if why else ''}"
-        )
-
-
-def _at_most(owner: str, name: str, value: float | None, high: float, why: str = "") -> None:
-    if value is not None and not value <= high:
-        raise ValueError(f"`{owner}.{name}={value!r}` must be <= {high:g}.{' ' + why if why else ''}")
 
 
 @dataclass
@@ -128,15 +56,15 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         """Check every value."""
         me = "sampling"
-        _check_types(me, self)
-        _at_least(me, "max_new_tokens", self.max_new_tokens, 1)
-        _at_least(me, "temperature", self.temperature, 0)
-        _at_least(me, "top_k", self.top_k, 0)
-        _at_least(me, "top_p", self.top_p, 0, strict=True)
-        _at_most(me, "top_p", self.top_p, 1)
-        _at_least(me, "min_p", self.min_p, 0)
-        _at_most(me, "min_p", self.min_p, 1)
-        _at_least(me, "samples_per_prompt", self.samples_per_prompt, 1)
+        check_types(me, self)
+        at_least(me, "max_new_tokens", self.max_new_tokens, 1)
+        at_least(me, "temperature", self.temperature, 0)
+        at_least(me, "top_k", self.top_k, 0)
+        at_least(me, "top_p", self.top_p, 0, strict=True)
+        at_most(me, "top_p", self.top_p, 1)
+        at_least(me, "min_p", self.min_p, 0)
+        at_most(me, "min_p", self.min_p, 1)
+        at_least(me, "samples_per_prompt", self.samples_per_prompt, 1)
         strings: Any = self.stop_strings
         if strings is not None and not (isinstance(strings, list) and all(isinstance(s, str) and s for s in strings)):
             raise ValueError(f"`sampling.stop_strings={strings!r}` must be a list of texts, none empty.")
@@ -161,6 +89,9 @@ class RoleConfig:
     """Passed to transformers (sdpa, eager, flash_attention_2, ...). None: its default."""
     device: str | None = None
     """Frozen roles only: a device such as "cpu" or "cuda:1". None: the rank's own device."""
+    quantize: str = "none"
+    """none, nf4, fp4 or int8: hold frozen weights in 4 or 8 bits, quantized while they are loaded. Of the actor and the
+    critic it is the trunk under the adapters (needs `lora`). Heads and embeddings stay as they are."""
     sharded: bool | None = None
     """Frozen roles only, under FSDP: cut over the ranks as trained roles are, or whole on each. None: cut, unless
     quantized or with a `device` of its own."""
@@ -171,8 +102,9 @@ class RoleConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _check_types("role", self)
+        check_types("role", self)
         choice("role", "dtype", self.dtype, DTYPES)
+        choice("role", "quantize", self.quantize, QUANTIZE)
         if self.revision is not None and self.source is not None and Path(self.source).is_dir():
             raise ValueError(
                 f"`role.revision={self.revision!r}` has no effect on {self.source!r}, which is a folder. Leave it out."
@@ -194,9 +126,9 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _check_types("lora", self)
-        _at_least("lora", "r", self.r, 1)
-        _at_least("lora", "alpha", self.alpha, 0, strict=True)
+        check_types("lora", self)
+        at_least("lora", "r", self.r, 1)
+        at_least("lora", "alpha", self.alpha, 0, strict=True)
 
 
 @dataclass
@@ -223,6 +155,8 @@ class RewardConfig:
     """As in RoleConfig."""
     attn_implementation: str | None = None
     """As in RoleConfig."""
+    quantize: str = "none"
+    """As in RoleConfig: none, nf4, fp4 or int8."""
     device: str | None = None
     """As in RoleConfig."""
     trust_remote_code: bool = False
@@ -232,12 +166,13 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _check_types("reward", self)
+        check_types("reward", self)
         choice("reward", "on_error", self.on_error, ("raise", "skip"))
         choice("reward", "dtype", self.dtype, DTYPES)
-        _at_least("reward", "batch_size", self.batch_size, 1)
-        _at_least("reward", "max_length", self.max_length, 1)
-        _at_least("reward", "timeout", self.timeout, 0, strict=True)
+        choice("reward", "quantize", self.quantize, QUANTIZE)
+        at_least("reward", "batch_size", self.batch_size, 1)
+        at_least("reward", "max_length", self.max_length, 1)
+        at_least("reward", "timeout", self.timeout, 0, strict=True)
         if self.weight != self.weight:
             raise ValueError(f"`reward.weight={self.weight!r}` must be a finite number.")
 
@@ -318,28 +253,28 @@ class PPOConfig:
     def __post_init__(self) -> None:
         """Check every value and every pair that cannot go together."""
         me = "ppo"
-        _check_types(me, self)
-        _at_least(me, "epochs", self.epochs, 1)
-        _at_least(me, "minibatches", self.minibatches, 1)
+        check_types(me, self)
+        at_least(me, "epochs", self.epochs, 1)
+        at_least(me, "minibatches", self.minibatches, 1)
         for name in ("micro_batch_size", "score_batch_size", "rollout_batch_size"):
-            _at_least(me, name, getattr(self, name), 1)
+            at_least(me, name, getattr(self, name), 1)
         choice(me, "rollout_engine", self.rollout_engine, ENGINES)
         choice(me, "advantage", self.advantage, ADVANTAGES)
         choice(me, "loss_aggregation", self.loss_aggregation, AGGREGATIONS)
         choice(me, "kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         choice(me, "kl_loss_estimator", self.kl_loss_estimator, KL_ESTIMATORS)
         for name in ("gamma", "lam"):
-            _at_least(me, name, getattr(self, name), 0)
-            _at_most(me, name, getattr(self, name), 1)
-        _at_least(me, "clip", self.clip, 0, strict=True)
-        _at_most(me, "clip", self.clip, 1, "A ratio is never below 0.")
+            at_least(me, name, getattr(self, name), 0)
+            at_most(me, name, getattr(self, name), 1)
+        at_least(me, "clip", self.clip, 0, strict=True)
+        at_most(me, "clip", self.clip, 1, "A ratio is never below 0.")
         for name in ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl", "max_grad_norm"):
-            _at_least(me, name, getattr(self, name), 0, strict=True, why="Leave it out (null) to turn it off.")
-        _at_least(me, "dual_clip", self.dual_clip, 1, strict=True, why="Leave it out (null) to turn it off.")
+            at_least(me, name, getattr(self, name), 0, strict=True, why="Leave it out (null) to turn it off.")
+        at_least(me, "dual_clip", self.dual_clip, 1, strict=True, why="Leave it out (null) to turn it off.")
         for name in ("vf_coef", "entropy_coef", "kl_coef", "kl_loss_coef", "missing_eos_penalty"):
-            _at_least(me, name, getattr(self, name), 0)
-        _at_least(me, "kl_horizon", self.kl_horizon, 1)
-        _at_least(me, "critic_warmup_iterations", self.critic_warmup_iterations, 0)
+            at_least(me, name, getattr(self, name), 0)
+        at_least(me, "kl_horizon", self.kl_horizon, 1)
+        at_least(me, "critic_warmup_iterations", self.critic_warmup_iterations, 0)
         if self.kl_loss_estimator in ("k1", "abs"):
             raise ValueError(
                 f"`ppo.kl_loss_estimator={self.kl_loss_estimator!r}` cannot be a loss: its expected gradient on the "
@@ -390,21 +325,21 @@ class AdamConfig:
     def __post_init__(self) -> None:
         """Check every value."""
         me = "optim"
-        _check_types(me, self)
-        _at_least(me, "weight_decay", self.weight_decay, 0)
-        _at_least(me, "eps", self.eps, 0, strict=True)
+        check_types(me, self)
+        at_least(me, "weight_decay", self.weight_decay, 0)
+        at_least(me, "eps", self.eps, 0, strict=True)
         betas: Any = self.betas
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(isinstance(b, Real) for b in betas):
             raise ValueError(f"`optim.betas={betas!r}` must be two numbers, such as (0.9, 0.999).")
         for beta in betas:
-            _at_least(me, "betas", beta, 0)
+            at_least(me, "betas", beta, 0)
             if beta >= 1:
                 raise ValueError(f"`optim.betas={betas!r}` must be below 1.")
         choice(me, "state", self.state, ("float32", "8bit"))
         choice(me, "rounding", self.rounding, ("master", "stochastic"))
         choice(me, "schedule", self.schedule, SCHEDULES)
-        _at_least(me, "warmup_iterations", self.warmup_iterations, 0)
-        _at_least(me, "total_iterations", self.total_iterations, 1)
+        at_least(me, "warmup_iterations", self.warmup_iterations, 0)
+        at_least(me, "total_iterations", self.total_iterations, 1)
 
 
 @dataclass
@@ -420,4 +355,4 @@ class OptimConfig(AdamConfig):
         """Check every value."""
         super().__post_init__()
         for name in ("actor_lr", "critic_lr"):
-            _at_least("optim", name, getattr(self, name), 0)
+            at_least("optim", name, getattr(self, name), 0)

@@ -15,6 +15,7 @@ import pytest
 import lit_ppo
 
 LAYERS = [
+    {"options"},  # how an option is refused
     {"config", "memory", "hooks", "ranks"},  # options; for any LightningModule; agreements between processes
     {"experience", "algo", "metrics", "optim", "output", "speed", "callbacks"},  # mathematics; for any LightningModule
     {"roles", "data"},  # models, prompts
@@ -34,6 +35,7 @@ HEAVY = {"transformers", "peft", "bitsandbytes", "datasets", "pandas", "triton",
 MAY_IMPORT = {  # besides Python's own; packages that are not named here may import anything
     "algo": {"torch"},
     "config": set(),
+    "options": set(),
     "experience": {"torch"},
     "hooks": {"lightning"},
     "memory": {"torch", "lightning", "lightning_utilities", "typing_extensions"},

@@ -12,6 +12,7 @@ import torch
 from lit_ppo.config import RewardConfig
 from lit_ppo.rewards.base import RewardError
 from lit_ppo.roles.loading import no_bars
+from lit_ppo.roles.quantized import check_quantize, loading_options, make_movable
 
 _HEADS = {"score", "classifier"}
 
@@ -67,6 +68,7 @@ def find_pretrained(options: RewardConfig) -> Pretrained:
             f"`reward.source={options.source!r}`: no model and tokenizer could be read from it, "
             f"{'a folder' if Path(source).is_dir() else 'which is not a folder here, as a hub id'}: {error}"
         ) from error
+    check_quantize("reward.quantize", options.quantize, config)
     return Pretrained(options.source, base, revision, source if adapter is not None else None, saved, config, tokenizer)
 
 
@@ -87,7 +89,12 @@ def load_pretrained(found: Pretrained, options: RewardConfig, device: torch.devi
     dtype = options.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    extra: dict[str, Any] = dict(load_kwargs)
+    if options.quantize != "none" and "quantization_config" in load_kwargs:
+        raise RewardError(
+            f"`reward.source={found.source!r}`: `reward.quantize` and a callback quantize the same weights. "
+            "Leave one of the two out."
+        )
+    extra: dict[str, Any] = {**load_kwargs, **loading_options(options.quantize, device)}
     if options.attn_implementation is not None:
         extra["attn_implementation"] = options.attn_implementation
     if getattr(found.config, "quantization_config", None) is not None or "quantization_config" in extra:
@@ -116,6 +123,8 @@ def load_pretrained(found: Pretrained, options: RewardConfig, device: torch.devi
         raise
     except Exception as error:
         raise RewardError(f"`reward.source={found.source!r}`: its weights could not be loaded: {error}") from error
+    if options.quantize != "none":
+        make_movable(model)
     absent = [str(key) for key in (*sorted(info["missing_keys"]), *info["mismatched_keys"])]
     absent = [key for key in absent if not found.saved.intersection(key.split("."))]
     if absent:

@@ -24,6 +24,7 @@ from lit_ppo.roles.loading import (
     resolve_dtype,
 )
 from lit_ppo.roles.model import RoleModel, RoleView
+from lit_ppo.roles.quantized import check_quantize, loading_options, make_movable
 from lit_ppo.roles.sources import first_line, model_config
 
 Source = str | os.PathLike[str] | RoleConfig | dict[str, Any] | nn.Module | None
@@ -137,6 +138,14 @@ def plan_roles(
                     f'Leave `{name}` out, or use `layout="separate"`.'
                 )
     configs = {n: _read(n, s) for n, s in sources.items() if s is not None and _needed(n, has_critic, has_reference)}
+    for name, source in sources.items():
+        if name in configs and isinstance(source, RoleConfig):
+            check_quantize(f"{name}.quantize", source.quantize, configs[name])
+            if source.quantize != "none" and name != "reference" and lora is None:
+                raise ValueError(
+                    f"`{name}.quantize={source.quantize!r}`: quantized weights cannot train. Give `lora`, which trains "
+                    "adapters on them, or leave it out."
+                )
     config = configs["actor"]
     for name, other in configs.items():
         ours, theirs = config.get_text_config().vocab_size, other.get_text_config().vocab_size
@@ -146,7 +155,8 @@ def plan_roles(
                 "they read the same token ids, so they must share a tokenizer."
             )
     if sources["critic"] is None and has_critic and layout == "separate" and critic_start is not None:
-        start = RoleConfig(source=critic_start)
+        held = sources["actor"].quantize if isinstance(sources["actor"], RoleConfig) else "none"
+        start = RoleConfig(source=critic_start, quantize=held)
         if _same_backbone(config, _read("critic", start)):
             sources["critic"] = start
     return RolePlan(
@@ -331,6 +341,11 @@ def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: tor
     if plan.empty:  # then there are no transforms
         return empty_model(source, dtype, critic=role == "critic")
     extra = plan.load_kwargs.get(role, {})
+    if source.quantize != "none":
+        if "quantization_config" in extra:
+            raise ValueError(f"`{role}.quantize` and a callback quantize the same weights. Leave one of the two out.")
+        home = device if source.device is None else torch.device(source.device)
+        extra = {**extra, **loading_options(source.quantize, home)}
     from safetensors import SafetensorError
 
     try:
@@ -349,6 +364,8 @@ def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: tor
             f"`{role}.attn_implementation={source.attn_implementation!r}` cannot be used: {first_line(error)} "
             "Install what it needs, or leave it out."
         ) from error
+    if source.quantize != "none":
+        make_movable(model)
     if not trained:
         model.requires_grad_(False)  # before the transforms: only what is frozen may be quantized
     return model if role == "actor" else _transform(role, model, plan)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lit_ppo.config import AdamConfig, _at_least, _check_types, choice
+from lit_ppo.config import AdamConfig, choice
+from lit_ppo.options import at_least, check_types
 
 NORMALIZATIONS = ("none", "mean", "mean_std")
 
@@ -19,7 +20,7 @@ class StageOptimConfig(AdamConfig):
     def __post_init__(self) -> None:
         """Check every value."""
         super().__post_init__()
-        _at_least("optim", "lr", self.lr, 0)
+        at_least("optim", "lr", self.lr, 0)
 
 
 @dataclass
@@ -33,9 +34,9 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _check_types("sft", self)
-        _at_least("sft", "micro_batch_size", self.micro_batch_size, 1)
-        _at_least("sft", "max_grad_norm", self.max_grad_norm, 0, strict=True, why="Leave it out (null) to turn it off.")
+        check_types("sft", self)
+        at_least("sft", "micro_batch_size", self.micro_batch_size, 1)
+        at_least("sft", "max_grad_norm", self.max_grad_norm, 0, strict=True, why="Leave it out (null) to turn it off.")
 
 
 @dataclass
@@ -54,9 +55,9 @@ class RankingConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _check_types("ranking", self)
-        _at_least("ranking", "micro_batch_size", self.micro_batch_size, 1)
+        check_types("ranking", self)
+        at_least("ranking", "micro_batch_size", self.micro_batch_size, 1)
         off = "Leave it out (null) to turn it off."
-        _at_least("ranking", "max_grad_norm", self.max_grad_norm, 0, strict=True, why=off)
+        at_least("ranking", "max_grad_norm", self.max_grad_norm, 0, strict=True, why=off)
         choice("ranking", "normalize", self.normalize, NORMALIZATIONS)
-        _at_least("ranking", "references", self.references, 2)
+        at_least("ranking", "references", self.references, 2)
