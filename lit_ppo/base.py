@@ -211,7 +211,7 @@ class Harness(LightningModule):
 
     @property
     def updated_together(self) -> list[list[str]]:
-        """Roles that are trained now, in groups: gradients of a group are alive together, and gone before the next's."""
+        """The roles that are trained now, in groups whose gradients are alive together."""
         return [list(self.trained)]
 
     @property
