@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from lit_ppo.data.encode import collate
-from lit_ppo.data.rows import Prompt
-from lit_ppo.experience import Prompts
 
 
 @dataclass(eq=False)
@@ -31,12 +29,14 @@ class PromptLoader:
         for prompts in trainer.datamodule.train_dataloader(): ...
     """
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Any]
     """The whole tokenized set."""
     batch_size: int
     """Prompts in a global batch."""
     pad: int = 0
     """Id under the padding."""
+    make: Callable[[list[Any], Any, int], Any] = collate
+    """Makes a batch of items, their numbers in the iteration, and `pad`."""
     shuffle: bool = False
     """A new permutation each epoch."""
     seed: int = 0
@@ -66,7 +66,7 @@ class PromptLoader:
             random.Random(f"{self.seed} {epoch}").shuffle(rows)
         return rows
 
-    def __iter__(self) -> Iterator[Prompts]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield the batches of one epoch, or what is left of it after `load_state_dict`."""
         # A generator starts at its first `next`. Lightning makes iterators, some only to see if it can, before it
         # has set its counters.
@@ -83,9 +83,9 @@ class PromptLoader:
             yield self._share(rows[number * self.batch_size : (number + 1) * self.batch_size])
         self.epoch, self.batch = self.epoch + 1, 0
 
-    def _share(self, rows: list[int]) -> Prompts:
+    def _share(self, rows: list[int]) -> Any:
         first, last = (len(rows) * r // self.world_size for r in (self.rank, self.rank + 1))
-        return collate([self.prompts[i] for i in rows[first:last]], torch.arange(first, last), self.pad)
+        return self.make([self.prompts[i] for i in rows[first:last]], torch.arange(first, last), self.pad)
 
     def _arrangement(self) -> dict[str, Any]:
         names = ("batch_size", "shuffle", "seed", "drop_last")
