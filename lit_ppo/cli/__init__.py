@@ -14,6 +14,7 @@ COMMANDS = {
     "validate": ("lit_ppo.cli.trainer", "Sample and score the validation prompts; print the metrics."),
     "test": ("lit_ppo.cli.trainer", "Sample and score the test prompts; print the metrics."),
     "predict": ("lit_ppo.cli.trainer", "Sample responses and write them to a JSONL file."),
+    "plan": ("lit_ppo.cli.plan", "Forecast the memory of a fit, without a GPU; say what would save some."),
     "generate": ("lit_ppo.cli.generate", "Sample responses to prompts given on the command line."),
     "export": ("lit_ppo.cli.export", "Turn a checkpoint into a folder for plain transformers or PEFT."),
 }

@@ -49,13 +49,40 @@ def run(argv: list[str], module_class: type[Any] | None = None, data_class: type
     """
     from lit_ppo import PPOLightningModule, PromptDataModule
 
+    prepare(argv)
+    PPOCLI(argv, module_class or PPOLightningModule, data_class or PromptDataModule)
+
+
+def prepare(argv: list[str]) -> None:
+    """Have the parser read docstrings if they will be shown, and know our callbacks by name.
+
+    Args:
+        argv: The command and its options.
+    """
     jsonargparse.set_parsing_settings(
         docstring_parse_style=docstring_parser.DocstringStyle.GOOGLE,
         docstring_parse_attribute_docstrings=any("help" in arg or arg == "-h" for arg in argv),  # slow
     )
     for name in lit_ppo.callbacks.__all__:  # known by name once imported
         getattr(lit_ppo.callbacks, name)
-    PPOCLI(argv, module_class or PPOLightningModule, data_class or PromptDataModule)
+
+
+def parsed(
+    argv: list[str], module_class: type[Any] | None = None, data_class: type[Any] | None = None
+) -> dict[str, Any]:
+    """Return the configuration of a command as plain data, with every default; nothing is made or run.
+
+    Args:
+        argv: The command and its options.
+        module_class: None: PPOLightningModule.
+        data_class: None: PromptDataModule.
+    """
+    prepare(argv)
+    from lit_ppo import PPOLightningModule, PromptDataModule
+
+    cli = _Parsing(argv, module_class or PPOLightningModule, data_class or PromptDataModule)
+    found: dict[str, Any] = cli.config[argv[0]].as_dict()
+    return found
 
 
 class Parser(LightningArgumentParser):
@@ -203,6 +230,19 @@ class PPOCLI(LightningCLI):
                 del argv[i]
                 break
         return f"{stopped} To go on from the last checkpoint:\n  {shlex.join(['lit-ppo', *argv, '--ckpt_path', kept])}"
+
+
+class _Parsing(PPOCLI):
+    """Stops when everything is parsed."""
+
+    def _set_seed(self) -> None:
+        """Draw nothing."""
+
+    def instantiate_classes(self) -> None:
+        """Make nothing."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run nothing."""
 
 
 @cache  # jsonargparse knows the function again

@@ -1,0 +1,92 @@
+"""`lit-ppo plan`: does it fit, before a GPU is touched?"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+HELP = """usage: lit-ppo plan --config FILE [--gpus 4xA100-80G] [options]
+
+Forecast the peak memory of a run by phase, say whether it fits, and rank what would save memory. No GPU is used and no
+weights are read: only the configurations of the models.
+
+options:
+  --config FILE          as for `lit-ppo fit`, whose other options work here, too (--model.ppo.micro_batch_size 2)
+  --gpus N x CARD        4xA100-80G, RTX4090-24G, or a size: 24GB (default: the H100-80G)
+  --strategy NAME        ddp or fsdp, for several GPUs (default: the trainer's)
+  --model-config FILE    config.json of the actor and of every model whose own cannot be read (offline); several may be
+                         given as ROLE=FILE, such as critic=small/config.json
+  --no-levers            only the forecast"""
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command's own options; the others are those of `fit`.
+
+    Args:
+        argv: The command and its options.
+    """
+    parser = argparse.ArgumentParser(prog="lit-ppo plan", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--gpus", default="H100-80G")
+    parser.add_argument("--strategy", choices=["ddp", "fsdp"])
+    parser.add_argument("--model-config", action="append", default=[])
+    parser.add_argument("--no-levers", action="store_true")
+    return parser.parse_known_args(argv[1:])
+
+
+def run(argv: list[str], module_class: type[Any] | None = None, data_class: type[Any] | None = None) -> None:
+    """Print the forecast.
+
+    Args:
+        argv: The command and its options.
+        module_class: As of `lit-ppo fit`.
+        data_class: As of `lit-ppo fit`.
+    """
+    args, rest = parse(argv)
+    if args.help:
+        print(HELP)
+        return
+    from lit_ppo.plan.cards import parse_gpus
+
+    gpus = parse_gpus(args.gpus)
+    from lit_ppo.cli.trainer import parsed
+
+    config = parsed(["fit", *rest], module_class, data_class)
+    from lit_ppo.plan.forecast import Forecast
+    from lit_ppo.plan.levers import levers
+    from lit_ppo.plan.report import report
+    from lit_ppo.plan.setup import read_setup
+
+    shapes = _Shapes(args.model_config)
+
+    def read(changed: dict[str, Any]) -> Any:
+        return read_setup(changed, shapes, gpus=gpus.count, strategy=args.strategy)
+
+    forecast = Forecast(read(config))
+    found = None if args.no_levers else levers(config, read, forecast)
+    files = [rest[i + 1] for i, word in enumerate(rest[:-1]) if word in ("--config", "-c")]
+    print(report(forecast, gpus, found, Path(files[-1]).name if files else "This run"))
+
+
+class _Shapes:
+    """Reads configurations, each once; files given by hand come first."""
+
+    def __init__(self, given: list[str]) -> None:
+        self.files = {role: file for role, _, file in (e.rpartition("=") for e in given)}
+        self.known: dict[Any, Any] = {}
+
+    def __call__(self, role: str, source: Any) -> Any:
+        from lit_ppo.plan.setup import config_file
+        from lit_ppo.roles.sources import model_config
+
+        file = self.files.get(role.split(" ")[0], self.files.get(""))
+        key = file or (source.source, source.revision)
+        if key not in self.known:
+            try:
+                self.known[key] = config_file(file) if file else model_config(role, source)
+            except ValueError as error:
+                if file:
+                    raise
+                raise ValueError(f"{error} Or give its configuration: --model-config config.json") from error
+        return self.known[key]

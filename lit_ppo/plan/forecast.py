@@ -1,0 +1,380 @@
+"""Peak memory by phase: what is held all along, and what each phase adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lit_ppo.plan.roles import Line, fake_model, fake_roles, layers_of, pretend, weight_bytes
+from lit_ppo.plan.setup import Model, Setup
+from lit_ppo.plan.stand_ins import quantize
+from lit_ppo.plan.trace import (
+    Step,
+    prefill,
+    rewarding,
+    rows_of,
+    sampling,
+    scoring,
+    training_step,
+)
+
+PHASES = ("load", "rollout", "score", "update", "save")
+WORKSPACE = 32 * 2**20
+"""What cuBLAS takes from torch's allocator on a recent GPU, once a stream."""
+CHUNK = 2**26
+"""Elements that `MasterAdamW` updates at once."""
+GIB = 2**30
+
+
+@dataclass
+class Phase:
+    """What is on the GPU when a phase is at its peak, in bytes, by what it is for."""
+
+    parts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(self.parts.values())
+
+
+@dataclass
+class Store:
+    """One parameter store: bytes on this rank."""
+
+    weights: int
+    trained: int
+    """Of `weights`, what gradients are made of: this is their size, too."""
+    state: int
+    """Of the optimizer."""
+    largest: int
+    """Elements of its largest trained weight."""
+    unit: int = 0
+    """Under FSDP: the largest unit that is gathered at once, whole."""
+    whole: int = 0
+    """Weights of all ranks together."""
+
+
+class Forecast:
+    """The peaks of a run. Traces are made when they are first needed, and kept.
+
+    Args:
+        setup: What decides the memory.
+        traces: Of earlier forecasts, to share: levers change little.
+    """
+
+    def __init__(self, setup: Setup, traces: dict[Any, Any] | None = None) -> None:
+        self.setup = setup
+        self.traces: dict[Any, Any] = {} if traces is None else traces
+
+    # ------------------------------------------------------------------------------------------------- what is held
+
+    @cached_property
+    def stores(self) -> dict[str, Store]:
+        """Stores by the first role that views them; reward models too."""
+        s, found = self.setup, {}
+        for role, model in (("actor", s.actor), ("critic", s.critic), ("reference", s.reference)):
+            if model is not None and not (role == "critic" and s.shared):
+                found[role] = self._store(role, model)
+        for name, (model, _) in s.rewards.items():
+            found[name] = self._frozen(model, classifier=True)
+        return found
+
+    def _store(self, role: str, model: Model) -> Store:
+        layers = layers_of(model.config)
+        numbers = []
+        for depth in self.depths:
+            roles = self._roles(depth)
+            view = getattr(roles, role)
+            trained = self._trained(roles, role)
+            numbers.append(
+                (
+                    weight_bytes(view.store),
+                    sum(p.numel() * p.element_size() for p in trained),
+                    sum(self._state(p) for p in trained),
+                    self._unit(view),
+                )
+            )
+        values = [Line.through(*zip(self.depths, pair, strict=True)).at(layers) for pair in zip(*numbers, strict=True)]
+        weights, gradients, state, unit = values
+        largest = max((p.numel() for p in trained), default=0)
+        n = self.setup.ranks if self.setup.family == "fsdp" and model.sharded else 1
+        if role == "reference" and model.quantize != "none":
+            n = 1
+        return Store(
+            -(-weights // n), -(-gradients // n), -(-state // n), -(-largest // n), unit if n > 1 else 0, weights
+        )
+
+    def _frozen(self, model: Model, *, classifier: bool) -> Store:
+        """A model that is loaded for itself, whole on each rank."""
+        numbers = []
+        for depth in self.depths:
+            made = fake_model(model, depth, classifier=classifier)
+            if model.quantize != "none":
+                from lit_ppo.plan.roles import HEADS
+
+                made.packed = {id(layer.weight) for layer in quantize(made, HEADS)}
+                made.mode = model.quantize
+            numbers.append((depth, weight_bytes(made)))
+        weights = Line.through(*numbers).at(layers_of(model.config))
+        return Store(weights, 0, 0, 0, 0, weights)
+
+    def _trained(self, roles: Any, role: str) -> list[Any]:
+        groups = roles.trained()
+        both = role == "actor" and self.setup.shared
+        return [p for name in (("actor", "critic") if both else (role,)) for _, p in groups.get(name, ())]
+
+    def _state(self, parameter: Any) -> int:
+        optim = self.setup.optim
+        try:
+            from lit_ppo.optim import state_bytes
+        except ImportError:
+            return parameter.numel() * (12 if parameter.element_size() < 4 else 8)
+        return state_bytes(parameter, optim)
+
+    def _unit(self, view: Any) -> int:
+        """Bytes of the root unit and of two layers: what FSDP holds whole while it computes."""
+        from lit_ppo.sharding.units import layers
+
+        stack = [layer for _, _, layer in layers(view.store)]
+        inside = {id(p) for layer in stack for p in layer.parameters()}
+        one = sum(p.numel() * p.element_size() for p in stack[0].parameters())
+        return 2 * one + weight_bytes(view.store, lambda p: id(p) not in inside)
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        """Where to trace."""
+        step = self.setup.checkpointing or 1
+        first = max(2, step)
+        return first, first + step
+
+    def _roles(self, depth: int) -> Any:
+        s = self.setup
+        key = (
+            "roles",
+            depth,
+            s.shared,
+            repr(s.lora),
+            s.precision,
+            *(_key(m) for m in (s.actor, s.critic, s.reference)),
+        )
+        if key not in self.traces:
+            self.traces[key] = fake_roles(s, depth)
+        return self.traces[key]
+
+    # -------------------------------------------------------------------------------------------------- the traces
+
+    def step(self, role: str) -> Step:
+        """Trace a role's forward and backward."""
+        s = self.setup
+        key = ("step", role, *self._same(role), s.micro, s.prompt, s.sampling.max_new_tokens, s.checkpointing,
+               s.offload_activations)  # fmt: skip
+        if key not in self.traces:
+            self.traces[key] = training_step(
+                lambda depth: getattr(self._roles(depth), role),
+                self.depths,
+                rows_of(s.micro, s.prompt, s.sampling.max_new_tokens),
+                autocast=self.autocast,
+                checkpoint=s.checkpointing,
+                offload=s.offload_activations,
+            )
+        return self.traces[key]
+
+    def forward(self, role: str, rows: int) -> int:
+        """Trace a role's forward without gradients."""
+        s = self.setup
+        key = ("score", role, *self._same(role), rows, s.prompt, s.sampling.max_new_tokens)
+        if key not in self.traces:
+            view = getattr(self._roles(self.depths[0]), role)
+            self.traces[key] = scoring(view, rows_of(rows, s.prompt, s.sampling.max_new_tokens), autocast=self.autocast)
+        return self.traces[key]
+
+    def _same(self, role: str) -> tuple[Any, ...]:
+        s = self.setup
+        model = {"actor": s.actor, "critic": s.critic, "reference": s.reference or s.actor}[role]
+        return (_key(model), s.precision, repr(s.lora), s.shared)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What forwards compute in, if that is another dtype than the weights'."""
+        mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+        return mixed.get(self.setup.precision)
+
+    # -------------------------------------------------------------------------------------------------- the phases
+
+    @cached_property
+    def phases(self) -> dict[str, Phase]:
+        """The peak of each phase."""
+        return {name: getattr(self, f"_{name}")() for name in PHASES}
+
+    @property
+    def peak(self) -> int:
+        """The highest of them."""
+        return max(phase.total for phase in self.phases.values())
+
+    def _held(self, phase: str) -> dict[str, int]:
+        """What is there before the phase does anything."""
+        s, parts = self.setup, {}
+        users = {"reference": ("score",), "reward": ("score",)}
+        models = {"actor": s.actor, "critic": s.critic, "reference": s.reference} | {
+            n: m for n, (m, _) in s.rewards.items()
+        }
+        for name, store in self.stores.items():
+            model = models[name]
+            assert model is not None
+            idle = model.offload and phase not in users.get(name.split(" ")[0], ("rollout", "score", "update"))
+            if model.device is None and not idle:
+                parts[f"weights {name}"] = store.weights
+        state = sum(store.state for store in self.stores.values())
+        if state and not self._paged and not (s.offload_optimizer and phase != "update"):
+            parts["optimizer"] = state
+        parts["workspace"] = WORKSPACE
+        return parts
+
+    @property
+    def _paged(self) -> bool:
+        return bool(getattr(self.setup.optim, "paged", False))
+
+    def _load(self) -> Phase:
+        parts = {name: size for name, size in self._held("load").items() if name.startswith("weights")}
+        return Phase(parts)
+
+    def _save(self) -> Phase:
+        return Phase(
+            self._held("save") | ({"gathered": self.stores["actor"].unit} if self.stores["actor"].unit else {})
+        )
+
+    def _rollout(self) -> Phase:
+        s, parts = self.setup, self._held("rollout")
+        store, config = self.stores["actor"], s.actor.config.get_text_config()
+        if store.unit:
+            parts["gathered actor"] = store.whole
+        rows = max(1, min(s.ppo.rollout_batch_size or s.episodes, s.episodes))
+        dtype = self.autocast or s.actor.dtype
+        token = kv_bytes(config, dtype)
+        if s.ppo.rollout_engine == "hf" or s.family == "fsdp":
+            line = [(d, self._prefill(d, rows, s.prompt, cache=True)) for d in self.depths]
+            first = Line.through(*line).at(layers_of(config))
+            last = rows * s.length * token + rows * s.length * token // layers_of(config) // 2
+            last = max(last, rows * s.length * token + self._sampled(rows, config.vocab_size, dtype))
+            parts["KV cache"] = rows * s.prompt * token if first > last else rows * s.length * token
+            parts["decoding"] = max(first, last) - parts["KV cache"]
+        else:
+            width = -(-s.length // 64) * 64
+            slots = rows if rows <= 256 else 256 + 64
+            parts["KV cache"] = (slots + 1) * width * token
+            tokens = min(rows * s.prompt, max(32768, s.prompt))
+            parts["decoding"] = self._prefill(self.depths[0], 1, tokens, cache=False) + WORKSPACE
+        return Phase(parts)
+
+    def _prefill(self, depth: int, rows: int, length: int, *, cache: bool) -> int:
+        key = ("prefill", _key(self.setup.actor), depth, rows, length, cache)
+        if key not in self.traces:
+            made = pretend(fake_model(self.setup.actor, depth))
+            if self.setup.actor.quantize != "none":
+                from lit_ppo.plan.roles import HEADS
+
+                quantize(made, HEADS)
+            self.traces[key] = prefill(made, rows, length, cache=cache)
+        return self.traces[key]
+
+    def _sampled(self, rows: int, vocab: int, dtype: torch.dtype) -> int:
+        key = ("sampling", rows, vocab, dtype, repr(self.setup.sampling))
+        if key not in self.traces:
+            self.traces[key] = sampling(rows, vocab, dtype, self.setup.sampling)
+        return self.traces[key]
+
+    def _score(self) -> Phase:
+        s, parts = self.setup, self._held("score")
+        rows = s.rows(s.ppo.score_batch_size or s.ppo.micro_batch_size, s.minibatch)
+        roles = [r for r in ("actor", "critic", "reference") if r in self.stores or (r == "critic" and s.shared)]
+        work = max(self.forward(role, rows) for role in roles)
+        for name, (model, options) in s.rewards.items():
+            if model.device is None:
+                work = max(work, self._rewarded(name, model, min(options.batch_size, s.episodes)))
+        parts["activations"] = work
+        units = [store.unit for store in self.stores.values()]
+        if max(units):
+            parts["gathered"] = max(units)
+        return Phase(parts)
+
+    def _rewarded(self, name: str, model: Model, rows: int) -> int:
+        key = ("reward", name, _key(model), rows, self.setup.length)
+        if key not in self.traces:
+            made = pretend(fake_model(model, self.depths[0], classifier=True))
+            if model.quantize != "none":
+                from lit_ppo.plan.roles import HEADS
+
+                quantize(made, HEADS)
+            self.traces[key] = rewarding(made, rows, self.setup.length)
+        return self.traces[key]
+
+    def _update(self) -> Phase:
+        s, held = self.setup, self._held("update")
+        layers = {"actor": layers_of(s.actor.config)}
+        roles = ["actor"]
+        if s.critic is not None:
+            roles.append("critic")
+            layers["critic"] = layers_of(s.critic.config)
+        gradients = {role: self._gradients(role) for role in roles}
+        several = s.minibatch > s.micro
+        moments: list[tuple[int, int]] = []  # gradients and activations
+        kept = 0
+        forwards = []
+        for role in roles:
+            step, n = self.step(role), layers[role]
+            forwards.append((role, kept + step.peaks["forward"].at(n)))
+            kept += step.kept.at(n)
+        if getattr(s.ppo, "sequential_roles", False):
+            for role in roles:
+                step, n, own = self.step(role), layers[role], gradients[role]
+                moments += [(own, max(p.at(n) for p in step.peaks.values())), (own, self._stepping(role))]
+        else:
+            everything = sum(gradients.values())
+            moments += [(everything if several else 0, size) for _, size in forwards]
+            done, alive = 0, kept
+            for role in reversed(roles):  # the backward goes through the last forward first
+                step, n, own = self.step(role), layers[role], gradients[role]
+                alive -= step.kept.at(n)
+                for segment in ("head", "top", "bottom"):
+                    had = everything if several else done + (own if segment == "bottom" else 0)
+                    moments.append((had, alive + step.peaks[segment].at(n)))
+                done += own
+            moments.append((everything, max(self._stepping(role) for role in roles)))
+        grads, work = max(moments, key=sum)
+        parts = held | {"gradients": grads, "activations": work}
+        units = [self.stores[role].unit for role in roles if role in self.stores]
+        if max(units, default=0):
+            parts["gathered"] = max(units)
+        return Phase({name: size for name, size in parts.items() if size})
+
+    def _gradients(self, role: str) -> int:
+        if not self.setup.shared:
+            return self.stores[role].trained
+        return self.stores["actor"].trained // 2
+
+    def _stepping(self, role: str) -> int:
+        """What a step of the optimizer takes beside its state."""
+        store = self.stores["actor" if self.setup.shared else role]
+        lean = getattr(self.setup.optim, "state", "float32") != "float32" or (
+            getattr(self.setup.optim, "rounding", "master") != "master" or self._paged
+        )
+        if lean:
+            return 2 * 2**24 * 12 if self._paged else 0
+        at_once = min(max(CHUNK, store.largest), store.trained)
+        half = self.setup.precision in ("bf16-true", "16-true")
+        return (8 + 4 * half) * at_once
+
+
+def kv_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of a token's keys and values, in all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * dim * dtype.itemsize
+
+
+def _key(model: Model | None) -> Any:
+    return None if model is None else (id(model.config), model.dtype, model.quantize)

@@ -1,0 +1,166 @@
+"""What would save memory: each lever tried on the configuration, ranked by the bytes that it takes off the peak."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lit_ppo.config import OptimConfig, PPOConfig, RewardConfig, RoleConfig
+from lit_ppo.plan.forecast import Forecast
+from lit_ppo.plan.setup import Setup
+
+WORTH = 64 * 2**20
+"""Bytes that a lever must save to be named."""
+
+
+@dataclass
+class Lever:
+    """One change of the configuration."""
+
+    line: str
+    """The YAML to write."""
+    cost: str
+    saved: int = 0
+    peak: int = 0
+
+
+def levers(config: dict[str, Any], read: Callable[[dict[str, Any]], Setup], now: Forecast) -> list[Lever]:
+    """Try what is not on yet, one at a time.
+
+    Args:
+        config: `model`, `data` and `trainer`.
+        read: From a configuration to what decides its memory.
+        now: The forecast of `config`; its traces are shared.
+
+    Returns:
+        The levers that save something, the best first.
+    """
+    found = []
+    for lever, change in _candidates(config, now.setup):
+        changed = copy.deepcopy(config)
+        change(changed)
+        try:
+            lever.peak = Forecast(read(changed), now.traces).peak
+        except ValueError:  # two options that exclude each other
+            continue
+        lever.saved = now.peak - lever.peak
+        if lever.saved >= WORTH:
+            found.append(lever)
+    return sorted(found, key=lambda lever: -lever.saved)
+
+
+def _candidates(config: dict[str, Any], s: Setup) -> Iterator[tuple[Lever, Callable[[dict[str, Any]], None]]]:
+    """Yield what can be changed, with a function that changes it."""
+
+    def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+        def change(target: dict[str, Any]) -> None:
+            *groups, last = path.split(".")
+            for group in groups:
+                held = target.get(group)
+                target[group] = held = {"source": held} if isinstance(held, str) else dict(held or {})
+                target = held
+            target[last] = value
+
+        return change
+
+    def add(callback: str, **options: Any) -> Callable[[dict[str, Any]], None]:
+        def change(target: dict[str, Any]) -> None:
+            trainer = target["trainer"] = dict(target.get("trainer") or {})
+            there = trainer.get("callbacks") or []
+            there = there if isinstance(there, list) else [there]
+            trainer["callbacks"] = [*there, {"class_path": callback, "init_args": options}]
+
+        return change
+
+    if s.checkpointing is None:
+        yield (
+            Lever("trainer.callbacks: [GradientCheckpointing]", "about a third more time in the update"),
+            add("GradientCheckpointing"),
+        )
+    if s.micro > 1:
+        half = s.micro // 2
+        yield (
+            Lever(f"model.ppo.micro_batch_size: {half}", "nothing but a little speed: the gradient stays the same"),
+            put("model.ppo.micro_batch_size", half),
+        )
+    rollout = min(s.ppo.rollout_batch_size or s.episodes, s.episodes)
+    if rollout > 1:
+        yield (
+            Lever(f"model.ppo.rollout_batch_size: {rollout // 2}", "a slower rollout"),
+            put("model.ppo.rollout_batch_size", rollout // 2),
+        )
+    if _has(PPOConfig, "sequential_roles") and s.critic is not None and not getattr(s.ppo, "sequential_roles", False):
+        yield (
+            Lever("model.ppo.sequential_roles: true", "nothing in the result; hardly any time"),
+            put("model.ppo.sequential_roles", True),
+        )
+    if s.precision == "32-true":
+        yield (
+            Lever("trainer.precision: bf16-true", "bfloat16 arithmetic, with float32 masters in the optimizer"),
+            put("trainer.precision", "bf16-true"),
+        )
+    bf16 = s.precision == "bf16-true"
+    if _has(OptimConfig, "state"):
+        if s.optim.state == "float32":
+            yield Lever("model.optim.state: 8bit", "Adam's moments in 8 bits"), put("model.optim.state", "8bit")
+        if s.optim.rounding == "master" and bf16:
+            yield (
+                Lever("model.optim.rounding: stochastic", "noise in the weights in place of float32 copies"),
+                put("model.optim.rounding", "stochastic"),
+            )
+        if not s.optim.paged and s.family != "fsdp":
+            yield (
+                Lever("model.optim.paged: true", "time in each optimizer step: the state passes over PCIe"),
+                put("model.optim.paged", True),
+            )
+    quantizable = _has(RoleConfig, "quantize")
+    if s.lora is None:
+
+        def adapters(target: dict[str, Any]) -> None:
+            target["model"] = {**target["model"], "lora": {"r": 16}, "layout": "shared" if s.critic else "separate"}
+            target["model"].pop("critic", None)
+            target["model"].pop("reference", None)
+
+        yield (
+            Lever("model.layout: shared, model.lora: {r: 16}", "adapters: a larger learning rate, a smaller change"),
+            adapters,
+        )
+    elif quantizable and s.actor.quantize == "none":
+        yield (
+            Lever("model.actor.quantize: nf4", "a 4-bit trunk: some accuracy, and a slower rollout"),
+            put("model.actor.quantize", "nf4"),
+        )
+    if s.reference is not None:
+        if quantizable and s.reference.quantize == "none":
+            yield (
+                Lever("model.reference.quantize: nf4", "a KL against a 4-bit reference, which does not start at 0"),
+                put("model.reference.quantize", "nf4"),
+            )
+        if not s.reference.offload:
+            yield (
+                Lever("trainer.callbacks: [OffloadRoles]", "frozen roles pass over PCIe once an iteration"),
+                add("OffloadRoles"),
+            )
+    elif s.rewards and not all(model.offload for model, _ in s.rewards.values()):
+        yield (
+            Lever("trainer.callbacks: [OffloadRoles]", "frozen roles pass over PCIe once an iteration"),
+            add("OffloadRoles"),
+        )
+    if _has(RewardConfig, "quantize") and any(model.quantize == "none" for model, _ in s.rewards.values()):
+
+        def quantized(target: dict[str, Any]) -> None:
+            add("QuantizeRewardModel")(target)
+
+        yield Lever("model.reward.quantize: nf4", "a small change of the scores"), quantized
+    if s.sampling.max_new_tokens >= 64:
+        half = s.sampling.max_new_tokens // 2
+        yield (
+            Lever(f"model.sampling.max_new_tokens: {half}", "shorter responses"),
+            put("model.sampling.max_new_tokens", half),
+        )
+
+
+def _has(config: Any, name: str) -> bool:
+    return any(f.name == name for f in fields(config))

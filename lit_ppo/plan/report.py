@@ -1,0 +1,54 @@
+"""The forecast as people read it."""
+
+from __future__ import annotations
+
+from lit_ppo.plan.cards import CARDS, CONTEXT, Gpus
+from lit_ppo.plan.forecast import GIB, PHASES, Forecast
+from lit_ppo.plan.levers import Lever
+
+TIGHT = 0.05
+"""Share of a card within which the forecast may be wrong."""
+
+
+def report(forecast: Forecast, gpus: Gpus, found: list[Lever] | None, title: str) -> str:
+    """Return phases, verdict, levers and cards as text.
+
+    Args:
+        forecast: Of the run.
+        gpus: The cards that it is for.
+        found: What would save memory; None: not looked for.
+        title: Names the configuration.
+    """
+    s = forecast.setup
+    spread = {"one": "one device", "ddp": "DDP", "fsdp": "FSDP"}[s.family]
+    lines = [
+        f"{title} on {gpus.count} x {gpus.name} ({gpus.usable / GIB:.1f} GiB usable each), {spread}; sequences of "
+        f"{s.prompt:,} + {s.sampling.max_new_tokens:,} tokens, {s.episodes} a rank and iteration, micro-batches of "
+        f"{s.micro}.",
+        "",
+        "phase      peak, GiB   of which",
+    ]
+    worst = max(PHASES, key=lambda name: forecast.phases[name].total)
+    for name in PHASES:
+        phase = forecast.phases[name]
+        parts = sorted(phase.parts.items(), key=lambda part: -part[1])
+        text = ", ".join(f"{key} {size / GIB:.2f}" for key, size in parts if size >= 0.005 * GIB)
+        lines.append(f"{name + (' *' if name == worst else ''):<10} {phase.total / GIB:>9.2f}   {text}")
+    lines += ["", verdict(forecast.peak, gpus)]
+    lines += [f"Note: {note}" for note in s.notes]
+    if found:
+        lines += ["", "lever                                            saves, GiB   then, GiB   cost"]
+        lines += [f"{x.line:<48} {x.saved / GIB:>10.2f} {x.peak / GIB:>11.2f}   {x.cost}" for x in found]
+    fitting = [name for name, size in CARDS.items() if forecast.peak <= (size - CONTEXT) * GIB * (1 - TIGHT)]
+    lines += ["", f"Fits: {', '.join(fitting) or 'none of the known cards'}."]
+    return "\n".join(lines)
+
+
+def verdict(peak: int, gpus: Gpus) -> str:
+    """Say whether a peak fits a card."""
+    numbers = f"{peak / GIB:.2f} of {gpus.usable / GIB:.2f} GiB"
+    if peak > gpus.usable:
+        return f"Does not fit: {numbers}, {(peak - gpus.usable) / GIB:.2f} GiB too much."
+    if peak > gpus.usable * (1 - TIGHT):
+        return f"Tight: {numbers}. The forecast may be off by as much as is left."
+    return f"Fits: {numbers}."

@@ -1,0 +1,269 @@
+"""What decides the memory of a run, read from its configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.roles.loading import resolve_dtype
+from lit_ppo.roles.sources import context_length, model_config
+
+TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+FAMILIES = ("one", "ddp", "fsdp")
+EVERY_ROLE = ("actor", "critic", "reference", "reward")
+COUNTED = {"GradientCheckpointing", "QuantizeModules", "QuantizeRewardModel", "OffloadRoles", "OffloadActivations"}
+"""Callbacks that change the forecast; the others take no memory, or what they save hangs on the data."""
+
+Shapes = Callable[[str, RoleConfig], Any]
+"""From a role and its source to its transformers configuration."""
+
+
+@dataclass
+class Model:
+    """One role's model, as it will be loaded."""
+
+    config: Any
+    """Its transformers configuration."""
+    dtype: torch.dtype
+    quantize: str = "none"
+    device: str | None = None
+    """Of a frozen role that is kept elsewhere; None: the rank's own."""
+    offload: bool = False
+    """In host memory between the phases that use it."""
+    sharded: bool = True
+    """Under FSDP, whether a frozen role is cut over the ranks."""
+
+
+@dataclass
+class Setup:
+    """One rank of a run."""
+
+    actor: Model
+    critic: Model | None
+    """Also where it is a view of the actor's trunk (`shared`)."""
+    reference: Model | None
+    """None: not needed, or the trunk with its adapters off."""
+    rewards: dict[str, tuple[Model, RewardConfig]]
+    """Reward models; functions take no GPU memory."""
+    ppo: PPOConfig
+    sampling: SamplingConfig
+    optim: OptimConfig
+    lora: LoRAConfig | None
+    shared: bool
+    precision: str
+    prompt: int
+    """Tokens of the longest prompt."""
+    episodes: int
+    """Responses of an iteration, on this rank."""
+    ranks: int = 1
+    family: str = "one"
+    checkpointing: int | None = None
+    """Every n-th layer is recomputed; None: none is."""
+    offload_activations: float | None = None
+    """Saved tensors of so many MiB or more wait in host memory; None: none does."""
+    offload_optimizer: bool = False
+    notes: list[str] = field(default_factory=list)
+    """What the forecast leaves out or had to assume."""
+
+    @property
+    def minibatch(self) -> int:
+        """Rows of a minibatch on this rank."""
+        return -(-self.episodes // self.ppo.minibatches)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt + self.sampling.max_new_tokens
+
+    def rows(self, size: int | None, most: int) -> int:
+        """Return the rows of a forward: as many as asked for, or as the budget of tokens allows."""
+        budget = getattr(self.ppo, "micro_batch_tokens", None)
+        if size is None and budget is not None:
+            size = max(1, budget // self.length)
+        return max(1, min(size or most, most))
+
+    @property
+    def micro(self) -> int:
+        """Rows of a micro-batch."""
+        return self.rows(self.ppo.micro_batch_size, self.minibatch)
+
+
+def read_setup(
+    config: Mapping[str, Any],
+    shapes: Shapes = model_config,
+    *,
+    gpus: int = 1,
+    strategy: str | None = None,
+) -> Setup:
+    """Read a configuration as LightningCLI has it: `model`, `data`, `trainer`.
+
+    Args:
+        config: As parsed; options that are not there have their defaults.
+        shapes: From role and source to a transformers configuration.
+        gpus: Of the run.
+        strategy: one, ddp or fsdp; None: as the trainer's.
+
+    Raises:
+        ValueError: A source whose configuration cannot be read, or a strategy that is not known.
+    """
+    model, data, trainer = (config.get(part) or {} for part in ("model", "data", "trainer"))
+    ppo = from_dict(PPOConfig, model.get("ppo"))
+    sampling = from_dict(SamplingConfig, model.get("sampling"))
+    optim = from_dict(OptimConfig, model.get("optim"))
+    lora = None if model.get("lora") is None else from_dict(LoRAConfig, model["lora"])
+    precision = str(trainer.get("precision") or "32-true")
+    true = TRUE.get(precision)
+    callbacks = [_callback(c) for c in _listed(trainer.get("callbacks"))]
+    shared = model.get("layout", "separate") == "shared" and ppo.has_critic
+    notes: list[str] = []
+
+    def role(name: str, given: Any, *, trained: bool) -> Model:
+        options = given if isinstance(given, RoleConfig) else from_dict(RoleConfig, _as_role(given))
+        dtype = resolve_dtype(options.dtype, trained=trained, device=torch.device("cuda"), true_dtype=true)
+        return Model(
+            shapes(name, options), dtype, getattr(options, "quantize", "none"), options.device,
+            sharded=options.sharded is not False and options.device is None,
+        )  # fmt: skip
+
+    full = lora is None
+    actor = role("actor", model["actor"], trained=full)
+    actor_source = _as_role(model["actor"])
+    critic = reference = None
+    rewards: dict[str, tuple[Model, RewardConfig]] = {}
+    for i, given in enumerate(_listed(model.get("reward"))):
+        reward = from_dict(RewardConfig, dict(given) if isinstance(given, Mapping) else {"source": given})
+        if _is_function(reward.source):
+            continue
+        as_role = {"source": reward.source, "dtype": reward.dtype, "trust_remote_code": reward.trust_remote_code}
+        found = role(f"reward {reward.name or i}", as_role, trained=False)
+        found.quantize, found.device = getattr(reward, "quantize", "none"), reward.device
+        if reward.dtype == "auto":
+            found.dtype = torch.bfloat16
+        rewards[f"reward {reward.name or Path(reward.source).name}"] = found, reward
+    if ppo.has_critic:
+        given = model.get("critic")
+        if shared:
+            critic = actor
+        else:
+            start = next((r.source for m, r in rewards.values() if given is None and _same(m.config, actor.config)), "")
+            source = {**actor_source, **({"source": start} if start else {}), **_given(given)}
+            critic = role("critic", source, trained=full)
+    if ppo.needs_reference and (full or model.get("reference") is not None):
+        given = _given(model.get("reference"))
+        reference = role("reference", {**actor_source, **given}, trained=False)
+        if "dtype" not in given and "source" not in given:
+            reference.dtype = actor.dtype
+    prompt = data.get("max_prompt_length")
+    if prompt is None:
+        context = context_length(actor.config.get_text_config()) or 4096
+        prompt = max(1, context - sampling.max_new_tokens)
+        notes.append(
+            f"`data.max_prompt_length` is not set: prompts of {prompt} tokens, all that the context holds, are assumed."
+        )
+    family = _family(strategy or trainer.get("strategy"), gpus)
+    setup = Setup(
+        actor, critic, reference, rewards, ppo, sampling, optim, lora, shared, precision, int(prompt),
+        episodes=-(-int(data.get("batch_size") or 512) * sampling.samples_per_prompt // gpus), ranks=gpus,
+        family=family, notes=notes,
+    )  # fmt: skip
+    for name, options in callbacks:
+        _apply(setup, name, options)
+    return setup
+
+
+def _apply(setup: Setup, name: str, options: dict[str, Any]) -> None:
+    """Take a callback into account."""
+    models = {
+        "actor": setup.actor,
+        "critic": setup.critic,
+        "reference": setup.reference,
+        **{n: m for n, (m, _) in setup.rewards.items()},
+    }
+
+    def chosen(names: Any) -> list[Model]:
+        wanted = _listed(names)
+        return [m for n, m in models.items() if m is not None and any(n == w or n.startswith(f"{w} ") for w in wanted)]
+
+    if name == "GradientCheckpointing":
+        setup.checkpointing = int(options.get("every_n") or 1)
+        if options.get("modules") is not None:
+            setup.notes.append("`GradientCheckpointing.modules` is not looked at: all layers are taken.")
+    elif name in ("QuantizeModules", "QuantizeRewardModel"):
+        for model in chosen(options.get("modules") or "reward"):
+            model.quantize = options.get("mode") or "nf4"
+    elif name == "OffloadRoles":
+        frozen = ["reference", "reward"] if options.get("roles") is None else options["roles"]
+        for model in chosen(frozen):
+            model.offload = True
+        setup.offload_optimizer = bool(options.get("optimizer"))
+    elif name == "OffloadActivations":
+        setup.offload_activations = float(options.get("min_mib") or 1.0)
+    elif name not in COUNTED and name in ("FreezeParameters", "WeightAveraging", "EMAWeightAveraging"):
+        setup.notes.append(f"`{name}` is not taken into account.")
+
+
+def config_file(path: str | Path) -> Any:
+    """Read a transformers configuration from a JSON file, or from the folder that it is in.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
+    from transformers import AutoConfig
+
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        fields = json.loads(file.read_text())
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"`--model-config {path}` cannot be read ({type(error).__name__}: {error}). Give the config.json of a "
+            "transformers model, or its folder."
+        ) from error
+
+
+def _family(strategy: Any, gpus: int) -> str:
+    text = str(strategy["class_path"] if isinstance(strategy, Mapping) else strategy or "auto").lower()
+    if gpus == 1:
+        return "one"
+    for family, words in (("fsdp", ("fsdp", "modelparallel", "model_parallel")), ("ddp", ("ddp", "auto"))):
+        if any(word in text for word in words):
+            return family
+    raise ValueError(f"`--strategy {strategy}` is not known to the forecast: use ddp or fsdp.")
+
+
+def _callback(given: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(given, str):
+        return given.rsplit(".", 1)[-1], {}
+    return given["class_path"].rsplit(".", 1)[-1], dict(given.get("init_args") or {})
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _as_role(given: Any) -> dict[str, Any]:
+    return {"source": given} if isinstance(given, str) else _given(given)
+
+
+def _given(given: Any) -> dict[str, Any]:
+    """Return the options that say something."""
+    if given is None or isinstance(given, str):
+        return {} if given is None else {"source": given}
+    default = vars(RoleConfig())
+    return {k: v for k, v in dict(given).items() if v != default.get(k)}
+
+
+def _is_function(source: str) -> bool:
+    """Whether a reward is a Python function rather than a model."""
+    return "/" not in source and not Path(source).exists() and source.count(".") > 0
+
+
+def _same(a: Any, b: Any) -> bool:
+    keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+    return all(getattr(a, key, None) == getattr(b, key, None) for key in keys)

@@ -1,0 +1,230 @@
+"""`lit-ppo plan`: what it counts is what a real run allocates, and what it says can be acted on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lit_ppo.cli import main
+from lit_ppo.plan.cards import CARDS, CONTEXT, GIB, parse_gpus
+from lit_ppo.plan.forecast import Forecast, kv_bytes
+from lit_ppo.plan.levers import levers
+from lit_ppo.plan.roles import Line, shallow
+from lit_ppo.plan.setup import read_setup
+from lit_ppo.plan.stand_ins import kernels
+from lit_ppo.plan.trace import _recompute, rows_of
+from lit_ppo.plan.track import ROUND, Tracker, tracing
+from lit_ppo.roles.build import RolePlan, build_roles
+from lit_ppo.sharding.units import layers
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),  # Lightning's calls
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+SIZE = dict(hidden_size=64, intermediate_size=160, vocab_size=256, max_position_embeddings=256)
+
+
+def big(kind: str = "llama", layers: int = 6) -> Any:
+    """A shape large enough for its activations to be more than rounding."""
+    config = tiny.CONFIGS[kind]
+    return shallow(type(config)(**(config.to_dict() | SIZE)), layers)
+
+
+def setup_of(kind: str = "llama", layers: int = 6, gpus: int = 1, **options: Any) -> Any:
+    config = {
+        "model": {
+            "actor": "here",
+            "reward": "examples.rewards.brevity",
+            "sampling": {"max_new_tokens": 16},
+            "ppo": {"micro_batch_size": 2, "rollout_engine": "hf"} | options.pop("ppo", {}),
+        }
+        | options.pop("model", {}),
+        "data": {"batch_size": 8, "max_prompt_length": 48} | options.pop("data", {}),
+        "trainer": {"precision": "32-true"} | options.pop("trainer", {}),
+    }
+    assert not options
+    return read_setup(config, lambda role, source: big(kind, layers), gpus=gpus), config
+
+
+def real_roles(setup: Any) -> Any:
+    """The same roles with weights."""
+    make = [AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForCausalLM]
+    models = []
+    for kind, wanted in zip(make, (setup.actor, None if setup.shared else setup.critic, setup.reference), strict=True):
+        if wanted is None:
+            models.append(None)
+            continue
+        config = shallow(wanted.config, 6, **({"num_labels": 1} if kind is make[1] else {}))
+        models.append(kind.from_config(config, dtype=wanted.dtype, attn_implementation="sdpa"))
+    plan = RolePlan(
+        *models, layout="shared" if setup.shared else "separate", lora=setup.lora, has_critic=setup.critic is not None,
+        has_reference=setup.reference is not None, config=setup.actor.config, seed=0,
+    )  # fmt: skip
+    return build_roles(plan, torch.device("cpu"))
+
+
+CASES = {
+    "full": {},
+    "tied": {"kind": "qwen2-tied"},
+    "checkpointing": {"trainer": {"callbacks": ["GradientCheckpointing"]}},
+    "shared": {"model": {"lora": {"r": 4}, "layout": "shared"}},
+    "shared, checkpointing": {
+        "model": {"lora": {"r": 4}, "layout": "shared"}, "trainer": {"callbacks": ["GradientCheckpointing"]},
+    },
+    "lora": {"model": {"lora": {"r": 4}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_trace_at_two_depths_gives_the_bytes_of_a_real_step(role, options):
+    setup, _ = setup_of(**dict(options))
+    step = Forecast(setup).step(role)
+    view = getattr(real_roles(setup), role)
+    view.store.train()
+    for _, _, layer in layers(view.store) if setup.checkpointing else ():
+        _recompute(layer, view.store, True)
+    for parameter in view.store.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    rollout = rows_of(2, 48, 16)
+    with Tracker() as tracker, kernels():
+        tracker.ignore(view.store)
+        more = {"entropy": True, "temperature": 0.7} if role == "actor" else {}
+        loss = (view(rollout, **more)[0] * rollout.mask).sum()
+        kept = tracker.live
+        loss.backward()
+    assert step.kept.at(6) == pytest.approx(kept, rel=0.02)
+    assert max(peak.at(6) for peak in step.peaks.values()) == pytest.approx(tracker.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_weights_gradients_and_optimizer_state_are_counted_as_they_are(options):
+    setup, _ = setup_of(**dict(options))
+    forecast = Forecast(setup)
+    roles = real_roles(setup)
+    for role, store in forecast.stores.items():
+        view = getattr(roles, role)
+        assert store.weights == pytest.approx(sum(p.nbytes for p in view.store.parameters()), rel=0.02)
+        both = ("actor", "critic") if role == "actor" and setup.shared else (role,)
+        trained = [p for name in both for _, p in roles.trained().get(name, ())]
+        assert store.trained == sum(p.nbytes for p in trained)
+        assert store.state == 2 * store.trained  # float32: two moments
+    assert ("reference" in forecast.stores) == (setup.lora is None)
+
+
+def test_a_trace_makes_no_weights_and_reads_masks():
+    with tracing() as tracker:
+        huge = torch.empty(2**20, 2**20)
+        assert tracker.live == 2**42
+        mask = torch.ones(4, dtype=torch.bool)
+        assert int(mask.sum()) == 4
+        picked = huge[:4][mask]
+        assert picked.shape == (4, 2**20)
+        del huge
+    assert tracker.live == 4 * 2**20 * 4 + ROUND
+
+
+@given(st.integers(1, 50), st.integers(-10, 10**6), st.integers(0, 10**6), st.integers(1, 100))
+def test_a_line_goes_through_its_points(first, base, slope, layers):
+    line = Line.through((first, base + slope * first), (first + 1, base + slope * (first + 1)))
+    assert line.at(layers) == base + slope * layers
+
+
+def test_keys_and_values_take_what_the_configuration_says():
+    assert kv_bytes(tiny.CONFIGS["llama"], torch.bfloat16) == 2 * 2 * 2 * 8 * 2  # k and v, layers, heads, dim, bytes
+
+
+def test_levers_save_what_they_say_and_are_ranked():
+    setup, config = setup_of(data={"max_prompt_length": 240}, ppo={"micro_batch_size": 8, "rollout_engine": "hf"})
+    now = Forecast(setup)
+    read = lambda changed: read_setup(changed, lambda role, source: setup.actor.config)  # noqa: E731
+    import lit_ppo.plan.levers as module
+
+    worth, module.WORTH = module.WORTH, 1
+    try:
+        found = levers(config, read, now)
+    finally:
+        module.WORTH = worth
+    lines = [lever.line for lever in found]
+    assert "trainer.callbacks: [GradientCheckpointing]" in lines
+    assert "model.ppo.micro_batch_size: 4" in lines
+    assert "model.layout: shared, model.lora: {r: 16}" in lines
+    saved = [lever.saved for lever in found]
+    assert saved == sorted(saved, reverse=True)
+    assert all(lever.peak + lever.saved == now.peak for lever in found)
+
+
+def test_more_ranks_share_what_is_trained():
+    one, four = (Forecast(setup_of(gpus=n, trainer={"strategy": "fsdp"})[0]) for n in (1, 4))
+    assert four.stores["actor"].state == -(-one.stores["actor"].state // 4)
+    assert four.setup.episodes == 2
+    assert four.phases["rollout"].parts["gathered actor"] == one.stores["actor"].weights
+    ddp = Forecast(setup_of(gpus=4, trainer={"strategy": "ddp"})[0])
+    assert ddp.stores["actor"].state == one.stores["actor"].state
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name", "gib"),
+    [
+        ("4xA100-80G", 4, "A100-80G", CARDS["A100-80G"] - CONTEXT),
+        ("2 x a100", 2, "A100-80G", CARDS["A100-80G"] - CONTEXT),
+        ("RTX 4090", 1, "RTX4090-24G", CARDS["RTX4090-24G"] - CONTEXT),
+        ("12GB", 1, "12GB", 12e9 / GIB),
+        ("8x11.5GiB", 8, "11.5GiB", 11.5),
+    ],
+)
+def test_cards_are_read_as_people_write_them(text, count, name, gib):
+    gpus = parse_gpus(text)
+    assert (gpus.count, gpus.name) == (count, name)
+    assert gpus.usable == pytest.approx(gib * GIB, abs=1)
+
+
+def test_a_card_that_is_not_known_says_which_are():
+    with pytest.raises(ValueError, match="Did you mean A100-80G"):
+        parse_gpus("4xA1000-80G")
+    with pytest.raises(ValueError, match="a size works too"):
+        parse_gpus("potato")
+
+
+RUN = """
+model:
+  actor: meta-llama/Llama-3.1-8B-Instruct
+  reward: examples.rewards.brevity
+  layout: shared
+  lora: {r: 16}
+  sampling: {max_new_tokens: 16}
+  ppo: {micro_batch_size: 2, rollout_engine: hf}
+data: {train: prompts.jsonl, batch_size: 8, max_prompt_length: 48}
+trainer: {precision: bf16-true}
+"""
+
+
+def test_the_command_says_what_fits_without_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+    fields = big().to_dict()
+    Path("shape.json").write_text(json.dumps({k: v for k, v in fields.items() if not dataclasses.is_dataclass(v)}))
+    assert main(["plan", "--config", "run.yaml", "--gpus", "12GB", "--model-config", "shape.json"]) == 0
+    out = capsys.readouterr().out
+    assert "run.yaml on 1 x 12GB" in out
+    assert "Fits: 0.0" in out
+    for phase in ("load", "rollout", "score", "update", "save"):
+        assert f"\n{phase} " in out
+    big_batch = ["--model.ppo.micro_batch_size=8", "--no-levers", "--gpus=0.02GB"]
+    assert main(["plan", "--config", "run.yaml", *big_batch, "--model-config", "actor=shape.json"]) == 0
+    assert "Does not fit" in capsys.readouterr().out
+    assert main(["plan", "--config", "run.yaml", "--model-config", "nowhere.json"]) == 1
+    assert "Give the config.json" in capsys.readouterr().err
+    assert main(["plan", "--help"]) == 0
+    assert "--model-config FILE" in capsys.readouterr().out
