@@ -81,7 +81,7 @@ class OOMGuard(Callback):
 
     Metrics:
         - `oom/events`: errors recovered from, so far.
-        - `oom/micro_batch`: rows in one forward of the last step.
+        - `oom/micro_batch`: rows in one forward of the last step; on several ranks, the most of any.
 
     Example::
 
@@ -276,12 +276,12 @@ class OOMGuard(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the number of events and the micro-batch size."""
+        """Log the number of events and the micro-batch size: of the rank where they are largest."""
         if self._steps is not None and not trainer.fit_loop._should_accumulate():
             self._steps.forget()
-        values = {"oom/events": float(sum(self.policy.events.values()))}
-        if self.policy.micro_batch is not None:
-            values["oom/micro_batch"] = float(self.policy.micro_batch)
+        values = {"oom/events": float(self.policy.agree(sum(self.policy.events.values())))}
+        if rows := self.policy.agree(self.policy.micro_batch or 0):
+            values["oom/micro_batch"] = float(rows)
         logger = trainer.logger is not None
         pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, logger=logger)
 

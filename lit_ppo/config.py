@@ -246,6 +246,9 @@ class PPOConfig:
     """Iterations at the start in which only the critic learns."""
     max_grad_norm: float | None = 1.0
     """Gradient norm of each role is clipped to this; None is off."""
+    old_logprobs: str = "forward"
+    """forward: recomputed in the score phase, so that the first ratio is 1. rollout: the sampler's own, saving that
+    forward; the first ratio then is off by `rollout/logprob_gap`, measured on the first micro-batch."""
     sequential_roles: bool = False
     """Within a minibatch, finish the actor's backward and step before the critic's begin: one role's gradients and
     activations at a time. Same result; `on_before_optimizer_step` fires for each of the two."""
@@ -258,6 +261,7 @@ class PPOConfig:
         at_least(me, "minibatches", self.minibatches, 1)
         for name in ("micro_batch_size", "score_batch_size", "rollout_batch_size"):
             at_least(me, name, getattr(self, name), 1)
+        choice(me, "old_logprobs", self.old_logprobs, ("forward", "rollout"))
         choice(me, "rollout_engine", self.rollout_engine, ENGINES)
         choice(me, "advantage", self.advantage, ADVANTAGES)
         choice(me, "loss_aggregation", self.loss_aggregation, AGGREGATIONS)

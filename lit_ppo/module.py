@@ -259,7 +259,8 @@ class PPOLightningModule(PPOHarness):
     def evaluate_roles(self, rollout: Rollout) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run actor, critic and reference over the rollout, cut into the first epoch's micro-batches.
 
-        The cut is the update's own, so with equal batch sizes the first ratio is exactly 1.
+        The cut is the update's own, so with equal batch sizes the first ratio is exactly 1. Where the sampler's
+        log-probs are the old ones, the actor runs over the first micro-batch alone, to measure how far off they are.
 
         Returns:
             (B, R) float32 each, 0 off the mask: old log-probs; values or None; reference log-probs or None.
@@ -270,20 +271,26 @@ class PPOLightningModule(PPOHarness):
         for attempt in self.oom_policy.retry("score", size, module=self):
             with attempt:
                 zeros = torch.zeros(shape, dtype=torch.float32, device=rollout.ids.device)
-                old, values, ref = zeros, zeros.clone(), zeros.clone()
-                entropy_sum = zeros.new_zeros(())
+                fresh, values, ref = zeros, zeros.clone(), zeros.clone()
+                seen = torch.zeros(len(rollout), dtype=torch.bool, device=zeros.device)
+                entropy_sum, skip = zeros.new_zeros(()), False
                 for rows in self.minibatches(rollout, epoch=0):
                     for part in self.cuts(rows, attempt.size):
                         batch, n = rollout.part(part), len(part)  # 0 for a ghost, of which nothing is kept
                         width = batch.ids.shape[1]
-                        logprobs, entropy = views.actor(batch, entropy=True, **self.tempering)
-                        old[part, :width] = logprobs[:n]
-                        entropy_sum += entropy[:n].sum()
+                        if not skip:
+                            logprobs, entropy = views.actor(batch, entropy=True, **self.tempering)
+                            fresh[part, :width] = logprobs[:n]
+                            entropy_sum += entropy[:n].sum()
+                            seen[part] = True
+                        skip = self.ppo.old_logprobs == "rollout"
                         if views.critic is not None:
                             values[part, :width] = views.critic(batch)[0][:n]
                         if views.reference is not None:
                             ref[part, :width] = views.reference(batch, **self.tempering)[0][:n]
-        self.means.add("objective/entropy", entropy_sum, len(rollout))
+        self.means.add("objective/entropy", entropy_sum, seen.sum())
+        self.means.add_mean("rollout/logprob_gap", (rollout.logprobs - fresh).abs(), rollout.mask & seen[:, None])
+        old = rollout.logprobs if skip else fresh
         return old, None if views.critic is None else values, None if views.reference is None else ref
 
     def dry_runs(self) -> dict[str, DryRun]:

@@ -55,7 +55,6 @@ def record(
     means.add("rollout/truncated_rate", (~rollout.stopped).sum(), n)
     means.add("rollout/skipped_rate", (~scores.keep).sum(), n)
     means.add("val/num_eos_tokens", rollout.stopped.sum(), 1 / world)
-    means.add_mean("rollout/logprob_gap", (rollout.logprobs - old).abs(), rollout.mask)
     means.add("rollout/tokens", lengths.sum(), 1 / world)
     if (peak := device_peak(lengths.device)) is not None:
         rows = module.ppo.rollout_batch_size or int(getattr(module.engine, "max_rows", n))

@@ -12,7 +12,7 @@ from lit_ppo.config import LoRAConfig, SamplingConfig
 from lit_ppo.roles.adapters import POLICY, add_adapters
 from lit_ppo.roles.model import RoleModel, RoleView, decoder_of
 from lit_ppo.rollout.base import Draw, resolve_sampling
-from lit_ppo.rollout.fused import FusedTrunk, _Adapted, _join, side_by_side
+from lit_ppo.rollout.fused import FusedTrunk, _Adapted, _join, _Quantized, side_by_side
 from lit_ppo.rollout.graph import GraphEngine, Unservable
 from lit_ppo.rollout.hf import HFEngine
 from lit_ppo.rollout.select import AutoEngine, build_engine
@@ -199,18 +199,29 @@ def test_engines_by_name():
         build_engine("grph", policy)
 
 
-def test_a_four_bit_trunk_is_served(tmp_path):
+@pytest.mark.parametrize(("fused", "adapter"), [(False, None), (True, None), (True, POLICY)])
+def test_a_four_bit_trunk_is_served(tmp_path, fused, adapter):
     pytest.importorskip("bitsandbytes")
+    pytest.importorskip("triton")
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    shape = tiny.SHAPE | {"hidden_size": 64, "intermediate_size": 128}  # blocks of 64 weights are quantized together
+    # Blocks of 64 weights are quantized together, and 32 outputs computed.
+    shape = tiny.SHAPE | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32}
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval()
-    policy = RoleView(RoleModel(model), "logprobs")
-    options = resolve_sampling(SamplingConfig(max_new_tokens=6), tiny.tokenizer(), model.config, None)
-    prompts = tiny.prompts(4).to(policy.device)
-    assert_same(GraphEngine(policy).generate(prompts, options, DRAW), HFEngine(policy).generate(prompts, options, DRAW))
+    config = model.config
+    if adapter is not None:
+        model = add_adapters(model, LoRAConfig(r=4), [adapter], seed=0)
+    policy = RoleView(RoleModel(model), "logprobs", adapter)
+    options = resolve_sampling(SamplingConfig(max_new_tokens=2), tiny.tokenizer(), config, None)
+    prompts = tiny.prompts(2).to(policy.device)
+    engine = GraphEngine(policy, use_kernels=fused)
+    ours = engine.generate(prompts, options, DRAW)
+    assert_same(ours, HFEngine(policy).generate(prompts, options, DRAW))
+    if fused:
+        projection = engine._trunk.layers[0].qkv
+        assert isinstance(projection if adapter is None else projection.base, _Quantized)
 
 
 @pytest.fixture

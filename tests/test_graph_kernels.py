@@ -12,7 +12,7 @@ CUDA = torch.cuda.is_available()
 
 from lit_ppo.algo.noise import base_key  # noqa: E402
 from lit_ppo.config import SamplingConfig  # noqa: E402
-from lit_ppo.rollout import kernels, layer_kernels, matmul_kernels  # noqa: E402
+from lit_ppo.rollout import kernels, layer_kernels, matmul_kernels, nf4_kernels  # noqa: E402
 from lit_ppo.rollout.base import resolve_sampling  # noqa: E402
 from lit_ppo.rollout.board import Board  # noqa: E402
 from lit_ppo.rollout.cache import AttentionSpec, DecodeAttention, SlotCache  # noqa: E402
@@ -194,3 +194,30 @@ def test_products_with_what_follows_them(dtype, rows, width, inner):
         want = layer_kernels.add_norm(nn.functional.linear(x, weight), other, norm, 1e-5)
         close(matmul_kernels.add_parts_norm(parts, residual, norm, 1e-5), want, dtype)
         close(residual, other, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "nested", "widths", "bias"), [
+    ("nf4", True, (96, 32, 32), True), ("fp4", False, (64, 64), False), ("nf4", True, (32,), False),
+])  # fmt: skip
+def test_four_bit_products(dtype, kind, nested, widths, bias):
+    bnb = pytest.importorskip("bitsandbytes")
+    inner, rows = 1024, 5
+    x = torch.randn(rows, inner, device=DEVICE, dtype=dtype)
+    layers, expected = [], []
+    for width in widths:
+        layer = bnb.nn.Linear4bit(
+            inner, width, bias=False, compute_dtype=dtype, compress_statistics=nested, quant_type=kind
+        )
+        torch.nn.init.normal_(layer.weight)
+        layers.append(layer.to(DEVICE))
+        if DEVICE.type == "cpu":
+            layers[-1].weight = layers[-1].weight.cpu()  # quantizes
+        state = layers[-1].weight.quant_state
+        weight = bnb.functional.dequantize_4bit(layers[-1].weight.data, state).to(dtype)
+        expected.append(nn.functional.linear(x, weight))
+    assert all(nf4_kernels.readable(layer) for layer in layers)
+    assert bool(layers[0].weight.quant_state.nested) == nested
+    added = torch.randn(sum(widths), device=DEVICE, dtype=dtype) if bias else None
+    want = torch.cat(expected, dim=1) + (0 if added is None else added)
+    close(nf4_kernels.product(x, layers, added), want, dtype)

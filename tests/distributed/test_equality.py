@@ -12,7 +12,7 @@ import torch
 
 FAST = ["full", "scarce"]
 KINDS = ["ddp", "fsdp2", "fsdp1"]
-OWN = {"rollout/tokens_per_s", "oom/events", "oom/micro_batch"}
+OWN = {"rollout/tokens_per_s", "oom/micro_batch"}
 """What depends on the machine, besides times, or on how many rows a rank has."""
 
 
@@ -139,5 +139,5 @@ def test_bfloat16_trains_alike_under_every_strategy(tmp_path):
         assert got["buffers"] == ["torch.float32"], job["name"]
         assert got["metrics"][0]["policy/ratio_first_step"] == 1.0, job["name"]
         for name, weight in want["weights"].items():
-            assert got["weights"][name].dtype == weight.dtype
+            # gathered, so rounded to what FSDP1 computes in; what is held and trained is in `dtypes`
             torch.testing.assert_close(got["weights"][name].float(), weight.float(), rtol=0, atol=1e-2)
