@@ -74,8 +74,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def build(shape: str, device: str) -> Any:
-    """Make a model of that shape with random weights."""
+def build(shape: str, device: str, quantize: bool = False) -> Any:
+    """Make a model of that shape with random weights, with `quantize` in NF4."""
     import transformers
 
     kind, fields = SHAPES[shape]
@@ -83,7 +83,14 @@ def build(shape: str, device: str) -> Any:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if quantize:
+        from lit_ppo.callbacks._bitsandbytes import linear_layers, quantize_
+
+        model.requires_grad_(False)
+        options: dict[str, Any] = dict(double_quant=True, compute_dtype=dtype, device=None, probe=False)
+        quantize_(model, linear_layers(model, ["lm_head"]), mode="nf4", **options)
+    return model
 
 
 def ceilings(device: str) -> tuple[float, float]:
@@ -171,7 +178,7 @@ def _transformers(
 
 def measure(args: argparse.Namespace, shape: str, batch: int, name: str, lengths: str, rates: Any) -> dict[str, Any]:
     """Time one engine on one workload, after a warm-up of the same."""
-    model = build(shape, args.device)
+    model = build(shape, args.device, args.nf4)
     config = model.config
     requests = batch if lengths == "equal" else args.requests * batch
     prompts = prompts_of(requests, args.prompt, config.vocab_size, args.device)
@@ -190,7 +197,7 @@ def measure(args: argparse.Namespace, shape: str, batch: int, name: str, lengths
     if args.profile and name == "graph":
         profile(lambda: run(prompts, sampling, args.repeats + 1))
     row: dict[str, Any] = {
-        "shape": shape, "batch": batch, "engine": name, "lengths": lengths, "requests": requests,
+        "shape": shape + " NF4" * args.nf4, "batch": batch, "engine": name, "lengths": lengths, "requests": requests,
         "prompt": args.prompt, "new": args.new, "tokens": tokens, "seconds": round(best, 4),
         "first_seconds": round(seconds[0], 2), "tokens_per_s": round(tokens / best),
     }  # fmt: skip
@@ -278,6 +285,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--requests", type=int, default=16, help="for each row, where lengths vary")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--nf4", action="store_true", help="4-bit weights (bitsandbytes)")
     parser.add_argument("--profile", action="store_true", help="print which kernel of `graph` takes what")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
