@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from rollout import SHAPES, ceilings
 
+from lit_ppo.roles.attention import AttentionSpec
 from lit_ppo.rollout import attention_kernels, kernels, sampling_kernels
-from lit_ppo.rollout.cache import AttentionSpec
 
 CALLS = 8
 """Calls in one captured graph."""

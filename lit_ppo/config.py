@@ -187,6 +187,12 @@ class PPOConfig:
     """Optimizer steps per pass; must divide the number of episodes of a batch."""
     micro_batch_size: int | None = None
     """Sequences in one forward and backward. None: the whole minibatch. Changes memory and speed, not the gradient."""
+    micro_batch_tokens: int | None = None
+    """Instead of `micro_batch_size`: real tokens, of prompt and response, in one forward and backward, in the score
+    phase too. A longer sequence is a micro-batch of its own."""
+    packing: bool = True
+    """Run the real tokens of a micro-batch as one row, without padding. A model that cannot runs padded, with a line
+    that says why."""
     score_batch_size: int | None = None
     """Sequences in one forward of the score phase. None: as `micro_batch_size` (then the first ratio is exactly 1)."""
     rollout_batch_size: int | None = None
@@ -259,8 +265,14 @@ class PPOConfig:
         check_types(me, self)
         at_least(me, "epochs", self.epochs, 1)
         at_least(me, "minibatches", self.minibatches, 1)
-        for name in ("micro_batch_size", "score_batch_size", "rollout_batch_size"):
+        for name in ("micro_batch_size", "micro_batch_tokens", "score_batch_size", "rollout_batch_size"):
             at_least(me, name, getattr(self, name), 1)
+        for name in ("micro_batch_size", "score_batch_size"):
+            if self.micro_batch_tokens is not None and getattr(self, name) is not None:
+                raise ValueError(
+                    f"`ppo.micro_batch_tokens={self.micro_batch_tokens}` cuts batches by tokens, and `ppo.{name}="
+                    f"{getattr(self, name)}` by sequences. Leave one of the two out."
+                )
         choice(me, "old_logprobs", self.old_logprobs, ("forward", "rollout"))
         choice(me, "rollout_engine", self.rollout_engine, ENGINES)
         choice(me, "advantage", self.advantage, ADVANTAGES)

@@ -6,7 +6,7 @@ Masks are made from lengths, never from token ids, so a tokenizer whose pad is i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -96,6 +96,8 @@ class Rollout(_Rows):
     """(B,) bool: ended with a stop token (else cut by its length)."""
     logprobs: Tensor
     """(B, R) float32: the sampler's own log-prob of each token; 0 off the mask."""
+    sizes: list[tuple[int, int]] | None = field(default=None, kw_only=True)
+    """Tokens of each prompt and response, known to the host so that nothing waits for the device; see `measured`."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -105,6 +107,16 @@ class Rollout(_Rows):
     def mask(self) -> Tensor:
         """(B, R) bool, True on response tokens."""
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
+
+    def on_host(self) -> list[tuple[int, int]]:
+        """Return the tokens of each prompt and response."""
+        if self.sizes is not None:
+            return self.sizes
+        return list(zip(self.prompts.lengths.tolist(), self.lengths.tolist(), strict=True))
+
+    def measured(self: RolloutLike) -> RolloutLike:
+        """Return the same rollout, with `sizes`."""
+        return replace(self, sizes=self.on_host())
 
     @staticmethod
     def empty(prompts: Prompts) -> Rollout:
@@ -145,8 +157,7 @@ class Rollout(_Rows):
         """Cut padding that no row of this batch needs, in prompts and in every response-shaped tensor."""
         if len(self) == 0:
             return self
-        width = int(self.prompts.lengths.max())
-        response = int(self.lengths.max())
+        width, response = (max(sizes) for sizes in zip(*self.on_host(), strict=True))
         changes: dict[str, Any] = {"prompts": replace(self.prompts, ids=self.prompts.ids[:, -width:])}
         full = self.ids.shape
         for f in fields(self):
@@ -168,7 +179,7 @@ class Rollout(_Rows):
         device = self.ids.device
         one = torch.ones(1, dtype=torch.long, device=device)
         prompt = Prompts(one[:, None], one, one, text=[""], messages=[None], columns=[{}])
-        changes: dict[str, Any] = {"prompts": prompt, "ids": one[:, None], "lengths": one}
+        changes: dict[str, Any] = {"prompts": prompt, "ids": one[:, None], "lengths": one, "sizes": [(1, 1)]}
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor) and f.name not in changes:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lit_ppo import checkpoint, checks, preflight, summary
@@ -127,6 +128,8 @@ class PPOHarness(Harness):
     def adopt(self, views: Roles) -> None:
         """Take the models, and make the engine that samples from the actor."""
         super().adopt(views)
+        if self.ppo.packing and (reason := views.pack()) is not None:
+            rank_zero_info(f"The models run padded: {reason}.")
         object.__setattr__(self, "engine", build_engine(self.ppo.rollout_engine, views.actor))
         store = views.actor.store
         self.work = {"actor": Work.of(store, store.base.config)}
@@ -167,6 +170,11 @@ class PPOHarness(Harness):
         self.place_frozen()
         with torch.no_grad(), self.sharding.gathered(self.actor):
             self.actor.check_head("actor")
+            with self.trainer.precision_plugin.forward_context():
+                reason = self.actor.packing_fails()
+        if reason is not None:
+            self.views.pad()
+            rank_zero_info(f"The models run padded: {reason}.")
         self.set_mode(train=True)  # what Lightning expects to find; every phase sets its own
         summary.print_table(self, summary.batch_arithmetic(self))
 

@@ -19,6 +19,7 @@ from lit_ppo.algo.masked import whiten
 from lit_ppo.experience import Experience, Prompts, Rollout
 from lit_ppo.harness import PPOHarness
 from lit_ppo.metrics import Means, Sums
+from lit_ppo.micro import cuts, score_size, unit, update_size
 from lit_ppo.ranks import distributed
 from lit_ppo.rewards import Scores
 from lit_ppo.rollout.base import PREDICT, TEST, TRAIN, VALIDATE, Draw, Sampling
@@ -81,7 +82,7 @@ class PPOLightningModule(PPOHarness):
             size = self.ppo.rollout_batch_size
             parts = self.oom_policy.run_chunks("rollout", max(1, len(prompts)), size, sample, module=self)
             self.engine.sleep()
-        return Rollout.cat(parts)
+        return Rollout.cat(parts).measured()
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> Experience:
@@ -173,11 +174,11 @@ class PPOLightningModule(PPOHarness):
     def backward_of(self, roles: list[str], minibatch: Experience, tokens: Tensor, sequences: Tensor) -> list[Sums]:
         """Build the gradients of some roles, micro-batch by micro-batch; return what `loss` says for the metrics."""
         weights = [p for role in roles for _, p in self.trained[role]]
-        size = self.ppo.micro_batch_size or max(1, len(minibatch))
-        for attempt in self.oom_policy.retry("update", size, module=self, parameters=weights):
+        size = update_size(self, len(minibatch))
+        for attempt in self.oom_policy.retry(unit(self, "update"), size, module=self, parameters=weights):
             with attempt, self.sharding.unsynced():
                 stats = []
-                for rows in self.cuts(torch.arange(len(minibatch)), attempt.size):
+                for rows in cuts(self, minibatch, torch.arange(len(minibatch)), attempt.size):
                     loss, micro_stats = self.loss(minibatch.part(rows), tokens, sequences, roles)
                     self.manual_backward(loss * self.trainer.world_size)  # undoes the data-parallel mean
                     stats.append(micro_stats)
@@ -221,7 +222,7 @@ class PPOLightningModule(PPOHarness):
                 "loss/policy_avg": (token_loss.detach().sum(), n),
                 "policy/approxkl_avg": (s["approxkl"], n),
                 "policy/clipfrac_avg": (s["clipfrac"], n),
-                "policy/entropy_avg": (entropy.detach()[mask].sum(), n),
+                "policy/entropy_avg": (torch.where(mask, entropy.detach(), 0.0).sum(), n),
                 "val/ratio": (s["ratio"], n),
                 "val/ratio_sq": (s["ratio_sq"], n),
             }
@@ -266,16 +267,15 @@ class PPOLightningModule(PPOHarness):
             (B, R) float32 each, 0 off the mask: old log-probs; values or None; reference log-probs or None.
         """
         views, shape = self.views, rollout.ids.shape
-        size = self.ppo.score_batch_size or self.oom_policy.size("update", self.ppo.micro_batch_size or len(rollout))
-        size = max(1, min(size, -(-len(rollout) // self.ppo.minibatches)))
-        for attempt in self.oom_policy.retry("score", size, module=self):
+        size = score_size(self, -(-len(rollout) // self.ppo.minibatches))
+        for attempt in self.oom_policy.retry(unit(self, "score"), size, module=self):
             with attempt:
                 zeros = torch.zeros(shape, dtype=torch.float32, device=rollout.ids.device)
                 fresh, values, ref = zeros, zeros.clone(), zeros.clone()
                 seen = torch.zeros(len(rollout), dtype=torch.bool, device=zeros.device)
                 entropy_sum, skip = zeros.new_zeros(()), False
                 for rows in self.minibatches(rollout, epoch=0):
-                    for part in self.cuts(rows, attempt.size):
+                    for part in cuts(self, rollout, rows, attempt.size):
                         batch, n = rollout.part(part), len(part)  # 0 for a ghost, of which nothing is kept
                         width = batch.ids.shape[1]
                         if not skip:
@@ -310,10 +310,10 @@ class PPOLightningModule(PPOHarness):
         padded = nn.functional.pad(rollout.ids, (0, 1))
         longer = Rollout(rollout.prompts, padded, rollout.lengths + 1, rollout.stopped, padded.float())
         values = torch.zeros(len(longer), device=rollout.ids.device)
-        size = self.ppo.score_batch_size or self.ppo.micro_batch_size or len(longer)
-        for attempt in self.oom_policy.retry("score", max(1, min(size, len(longer))), module=self):
+        size = score_size(self, len(longer))
+        for attempt in self.oom_policy.retry(unit(self, "score"), size, module=self):
             with attempt:
-                for rows in self.cuts(torch.arange(len(longer)), attempt.size):
+                for rows in cuts(self, longer, torch.arange(len(longer)), attempt.size):
                     part = longer.part(rows)
                     at_end = self.views.critic(part)[0].gather(1, part.lengths[:, None] - 1)[:, 0]
                     values[rows] = at_end[: len(rows)]

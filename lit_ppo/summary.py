@@ -220,6 +220,8 @@ def batch_arithmetic(module: PPOHarness) -> str:
     prompts = getattr(datamodule, "batch_size", None)
     batch = "a batch of" if prompts is None else f"{prompts} prompts x {samples} samples = {prompts * samples}"
     micro = "whole minibatches" if ppo.micro_batch_size is None else f"micro-batches of {ppo.micro_batch_size}"
+    if ppo.micro_batch_tokens is not None:
+        micro = f"micro-batches of {ppo.micro_batch_tokens:,} tokens"
     kl = "no KL" if not ppo.needs_reference else f"KL {ppo.kl_estimator} x {module.kl.value:g}"
     if ppo.kl_target is not None:
         kl += f" (target {ppo.kl_target:g})"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_ppo.experience import Experience, Prompts
+from lit_ppo.micro import unit
 
 if TYPE_CHECKING:
     from lit_ppo.module import PPOLightningModule
@@ -52,10 +53,33 @@ def dry_runs(module: PPOLightningModule) -> dict[str, DryRun]:
             module.set_mode(train=False)
 
     ppo = module.ppo
+    if ppo.micro_batch_tokens is not None:
+        span = longest + module.sampling.max_new_tokens
+        most = min(ppo.micro_batch_tokens, minibatch * span)
+        return {unit(module, n): (most, in_tokens(f, span)) for n, f in (("update", update), ("score", score))}
     return {
         "update": (min(ppo.micro_batch_size or minibatch, minibatch), update),
         "score": (min(ppo.score_batch_size or ppo.micro_batch_size or minibatch, minibatch), score),
     }
+
+
+def in_tokens(body: Callable[[int], object], span: int) -> Callable[[int], None]:
+    """Make a function of tokens out of one of rows; what has fitted once is not tried again.
+
+    Args:
+        body: Does the work of so many of the longest rows.
+        span: Tokens of such a row.
+    """
+    fitted = 0
+
+    def run(tokens: int) -> None:
+        nonlocal fitted
+        rows = -(-tokens // span)
+        if rows > fitted:
+            body(rows)
+            fitted = rows
+
+    return run
 
 
 def experience(module: PPOLightningModule, rows: int, longest: int) -> Experience:
@@ -89,5 +113,6 @@ def experience(module: PPOLightningModule, rows: int, longest: int) -> Experienc
         logprobs=zeros,
         old_logprobs=zeros,
         advantages=zeros + 1,
+        sizes=[(longest, width)] * rows,
         **optional,
     )

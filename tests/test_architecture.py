@@ -20,7 +20,7 @@ LAYERS = [
     {"experience", "algo", "metrics", "optim", "output", "speed", "callbacks"},  # mathematics; for any LightningModule
     {"roles", "data"},  # models, prompts
     {"rollout", "rewards", "sharding"},  # text from models, numbers from text, models on many devices
-    {"checks"},  # what can be said of the two before a run
+    {"checks", "micro"},  # what can be said of the two before a run; how batches are cut
     {"preflight", "checkpoint", "summary", "worst_case"},  # what is around the iterations
     {"base"},  # what PPO and the stages before it share
     {"harness"},  # Lightning's hooks

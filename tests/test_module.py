@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+import transformers
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
@@ -477,11 +478,12 @@ def test_the_dry_run_finds_the_micro_batch_and_changes_nothing(tmp_path, monkeyp
     tiny.fit(tmp_path, plain)
     hidden, tried = RoleModel._hidden, []
 
-    def short_of_memory(self, rollout):
-        tried.append((len(rollout), rollout.prompts.ids.shape[1], rollout.ids.shape[1]))
-        if len(rollout) > 3 and torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("made by the test")
-        return hidden(self, rollout)
+    def short_of_memory(self, rollout, layout):
+        if torch.is_grad_enabled():
+            tried.append((len(rollout), rollout.prompts.ids.shape[1], rollout.ids.shape[1]))
+            if len(rollout) > 3:
+                raise torch.OutOfMemoryError("made by the test")
+        return hidden(self, rollout, layout)
 
     monkeypatch.setattr(RoleModel, "_hidden", short_of_memory)
     guard, guarded = OOMGuard(), make(ppo={"kl_loss_coef": 0.1})
@@ -491,6 +493,64 @@ def test_the_dry_run_finds_the_micro_batch_and_changes_nothing(tmp_path, monkeyp
     assert float(trainer.callback_metrics["oom/events"]) == 0
     assert float(trainer.callback_metrics["policy/ratio_first_step"]) == 1.0
     assert_same(weights(plain), weights(guarded), rtol=1e-4, atol=2e-5)
+
+
+def test_a_budget_of_tokens_is_cut_too_when_memory_runs_out(tmp_path, monkeypatch):
+    from lit_ppo.callbacks import OOMGuard
+    from lit_ppo.roles.model import RoleModel
+
+    plain = make()
+    tiny.fit(tmp_path, plain)
+    hidden, largest = RoleModel._hidden, [0]
+
+    def short_of_memory(self, rollout, layout):
+        tokens = sum(map(sum, rollout.on_host()))
+        if torch.is_grad_enabled():
+            if tokens > 20:
+                raise torch.OutOfMemoryError("made by the test")
+            largest[0] = max(largest[0], tokens)
+        return hidden(self, rollout, layout)
+
+    monkeypatch.setattr(RoleModel, "_hidden", short_of_memory)
+    for dry_run in (True, False):
+        guard, guarded = OOMGuard(dry_run=dry_run), make(ppo={"micro_batch_tokens": 64})
+        trainer = tiny.fit(tmp_path, guarded, callbacks=[guard])
+        assert set(guard.policy.state_dict()["sizes"]) == {"update (tokens)"}
+        assert guard.policy.state_dict()["sizes"]["update (tokens)"] == (11 if dry_run else 16)
+        assert 8 < largest[0] <= 20
+        assert float(trainer.callback_metrics["policy/ratio_first_step"]) == 1.0
+        assert_same(weights(plain), weights(guarded), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", [{}, SHARED])
+def test_neither_packing_nor_a_budget_of_tokens_changes_anything(tmp_path, layout):
+    results = []
+    for ppo in (
+        {},
+        {"packing": False},
+        {"micro_batch_tokens": 25, "epochs": 2},
+        {"micro_batch_tokens": 1, "epochs": 2},
+    ):
+        module = make(ppo={"epochs": 2, "minibatches": 2} | ppo, **layout)
+        trainer = tiny.fit(tmp_path, module)
+        assert float(trainer.callback_metrics["policy/ratio_first_step"]) == 1.0
+        assert module.views.actor.store.packs == ("packing" not in ppo)
+        results.append(weights(module))
+    for result in results[1:]:
+        assert_same(results[0], result, rtol=1e-4, atol=2e-5)
+
+
+def test_a_model_that_cannot_run_packed_says_so_and_runs_padded(tmp_path, caplog):
+    model = transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=tiny.VOCAB, hidden_size=32, n_layer=1, n_head=2)
+    )
+    module = make(actor=model, tokenizer=tiny.tokenizer())
+    with caplog.at_level("INFO"):
+        tiny.fit(tmp_path, module, limit_train_batches=1)
+    assert not module.views.actor.store.packs
+    assert not module.views.critic.store.packs
+    said = "The models run padded: `actor` cannot run packed, as its attention does not go through transformers'"
+    assert caplog.text.count(said) == 1
 
 
 # ------------------------------------------------------------------------------------------------ Lightning's promises

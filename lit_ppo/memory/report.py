@@ -59,13 +59,17 @@ def _levers(module: nn.Module | None, ledger: Ledger, *, phase: str, size: int |
         if size is None or size > 1:
             found.append((rest // 2, "generate fewer sequences at once: `ppo.rollout_batch_size`"))
         found.append((rest // 2, "shorter responses: `sampling.max_new_tokens`"))
-    elif phase == "score":
+    elif phase.startswith("score"):
         if size is None or size > 1:
-            found.append((rest // 2, "score fewer sequences at once: `ppo.score_batch_size`"))
+            found.append(
+                (rest // 2, "score fewer sequences at once: `ppo.score_batch_size` or `ppo.micro_batch_tokens`")
+            )
         found.append((rest // 2, "shorter sequences: prompt length or `sampling.max_new_tokens`"))
     else:
         if size is None or size > 1:
-            found.append((rest // 2, "a smaller micro-batch (`ppo.micro_batch_size`; elsewhere the batch size)"))
+            found.append(
+                (rest // 2, "a smaller micro-batch (`ppo.micro_batch_size` or `_tokens`; elsewhere the batch size)")
+            )
         if "checkpointing" not in used:
             found.append((rest * 2 // 3, "recompute activations: `GradientCheckpointing`"))
         found.append((rest // 3, "shorter sequences (`sampling.max_new_tokens`) or smaller inputs"))

@@ -77,6 +77,21 @@ class Roles:
         """Return the named parameters that each role's optimizer group holds."""
         return {role: trained_parameters(view) for role, view in self.saved().items()}
 
+    def pack(self) -> str | None:
+        """Have all models run without padding, or none: return which cannot, and why."""
+        for name, view in vars(self).items():
+            reason = None if view is None else view.store.pack()
+            if reason is not None:
+                self.pad()
+                return f"`{name}` cannot run packed, as {reason}"
+        return None
+
+    def pad(self) -> None:
+        """Have all models run padded."""
+        for view in vars(self).values():
+            if view is not None:
+                view.store.pad()
+
 
 def plan_roles(
     *,

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_ppo.experience import Rollout
+from lit_ppo.experience import Prompts, Rollout
 from lit_ppo.roles.adapters import active_adapter, adapter_aware, tuner_layers
 from lit_ppo.roles.fused_head import HeadSpec
 from lit_ppo.roles.logprobs import token_logprobs, values_from
+from lit_ppo.roles.packed import Layout, attach, packed_states
 
 
 class RoleModel(nn.Module):
@@ -28,6 +29,7 @@ class RoleModel(nn.Module):
         super().__init__()
         self.model: Any = model
         self.value_head = value_head
+        self.packs = False
         self._tuners = tuner_layers(model) if hasattr(model, "peft_config") else []
 
     @property
@@ -81,35 +83,86 @@ class RoleModel(nn.Module):
             (B, R) float32 log-probs or values, 0 off the mask, and (B, R) entropies or None. Position t of a value is
             the state *before* response token t is emitted.
         """
+        layout, shape = Layout.of(rollout), rollout.ids.shape
         with self.using(adapter):
-            mask = rollout.mask
-            hidden = self._hidden(rollout)[mask]
+            hidden = self._hidden(rollout, layout)
             if output == "values":
                 head = self.value_head if self.value_head is not None else value_head_of(self.base)
-                return _spread(values_from(hidden, head), mask), None
+                return _spread(values_from(hidden, head), layout.cells, shape), None
             logprobs, entropies = token_logprobs(
                 hidden,
-                rollout.ids[mask],
+                rollout.ids.flatten().index_select(0, layout.cells),
                 self.base.get_output_embeddings(),
                 temperature=temperature,
                 suppress=suppress,
                 spec=HeadSpec.of(self.base.config),
                 entropy=entropy,
             )
-            return _spread(logprobs, mask), None if entropies is None else _spread(entropies, mask)
+            return (
+                _spread(logprobs, layout.cells, shape),
+                None if entropies is None else _spread(entropies, layout.cells, shape),
+            )
 
-    def _hidden(self, rollout: Rollout) -> Tensor:
-        """Return (B, R, H): the states that predict each response token."""
-        width = rollout.prompts.ids.shape[1]
+    def _hidden(self, rollout: Rollout, layout: Layout) -> Tensor:
+        """Return (N, H): the states that predict each response token."""
+        decoder = decoder_of(self.base)
+        if self.packs:
+            ids = torch.cat([rollout.prompts.ids, rollout.ids], dim=1)
+            return packed_states(decoder, ids, layout).index_select(0, layout.states)
         ids = torch.cat([rollout.prompts.ids, rollout.ids[:, :-1]], dim=1)
         mask = torch.cat([rollout.prompts.mask, rollout.mask[:, :-1]], dim=1)
-        hidden = decoder_of(self.base)(
+        hidden: Tensor = decoder(
             input_ids=ids,
             attention_mask=mask.long(),
             position_ids=(mask.long().cumsum(1) - 1).clamp(min=0),
             use_cache=False,
         ).last_hidden_state
-        return hidden[:, width - 1 :]
+        return hidden.flatten(0, 1).index_select(0, layout.padded_states)
+
+    def pack(self) -> str | None:
+        """Run without padding from now on, if the model can.
+
+        Returns:
+            Why it cannot, or None.
+        """
+        reason = attach(self.base)
+        self.packs = reason is None
+        return reason
+
+    def pad(self) -> None:
+        """Run padded from now on."""
+        self.packs = False
+
+    @torch.no_grad()
+    def packing_fails(self) -> str | None:
+        """Compare a packed forward with a padded one, and with one whose first sequence has other tokens.
+
+        Some architectures mix neighbouring tokens outside their attention, or ask of it what ours does not know.
+
+        Returns:
+            What is wrong, or None if nothing is, or if there is no packing.
+        """
+        if not self.packs:
+            return None
+        device, vocab = self.base.get_input_embeddings().weight.device, self.base.config.get_text_config().vocab_size
+        batches = [probe(first, vocab).to(device) for first in (3, 4)]
+        layout = Layout.of(batches[0])
+        own = layout.cells >= batches[0].ids.shape[1]  # those of the second sequence
+        try:
+            packed, other = (self._hidden(batch, layout).double() for batch in batches)
+        except NotImplementedError as reason:
+            return str(reason)
+        self.packs = False
+        padded = self._hidden(batches[0], layout).double()
+        self.packs = True
+        leak = float((packed - other)[own].norm() / packed[own].norm())
+        error = float((packed - padded).norm() / padded.norm())
+        if not (leak < 1e-3 and error < (0.05 if self.base.dtype.itemsize < 4 else 1e-2)):
+            return (
+                f"a packed forward of {type(self.base).__name__} differs from a padded one by {error:.1%}, and a "
+                f"sequence by {leak:.1%} when its neighbour changes"
+            )
+        return None
 
     @torch.no_grad()
     def check_head(self, role: str) -> None:
@@ -173,6 +226,20 @@ def decoder_of(model: Any) -> Any:
     return model.get_decoder() if hasattr(model, "lm_head") or hasattr(model, "embed_out") else model.base_model
 
 
+def probe(first: int, vocab: int) -> Rollout:
+    """Return two short sequences to try a model with.
+
+    Args:
+        first: What the first sequence is made from.
+        vocab: Ids stay below it.
+    """
+    prompts = torch.tensor([[first, 5 * first, 7 * first], [0, 0, 11]]) % vocab
+    ids = torch.tensor([[13 * first, 17 * first, 0, 0], [19, 23, 29, 31]]) % vocab
+    lengths, index = torch.tensor([2, 4]), torch.arange(2)
+    made = Prompts(prompts, torch.tensor([3, 1]), index, text=[""] * 2, messages=[None] * 2, columns=[{}, {}])
+    return Rollout(made, ids, lengths, lengths > 2, torch.zeros(2, 4))
+
+
 def value_head_of(model: Any) -> nn.Module:
     """Return the scalar head of a sequence classifier.
 
@@ -188,6 +255,6 @@ def value_head_of(model: Any) -> nn.Module:
     return head
 
 
-def _spread(x: Tensor, mask: Tensor) -> Tensor:
-    """Put (N,) values back at the True positions of a (B, R) mask, 0 elsewhere; differentiable."""
-    return torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_scatter(mask, x)
+def _spread(x: Tensor, cells: Tensor, shape: torch.Size) -> Tensor:
+    """Put (N,) values into the given cells of a (B, R) grid, 0 elsewhere; differentiable."""
+    return x.new_zeros(shape.numel()).index_copy(0, cells, x).view(shape)

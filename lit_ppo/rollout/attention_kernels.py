@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32
 
-from lit_ppo.rollout.cache import AttentionSpec
+from lit_ppo.roles.attention import AttentionSpec
 from lit_ppo.rollout.layer_kernels import next_power
 
 FEW_PROGRAMS = 264

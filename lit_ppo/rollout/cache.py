@@ -6,24 +6,12 @@ both: n tokens in, n outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What a layer asks of attention beyond its tensors."""
-
-    scale: float
-    """Multiplies query-key products."""
-    window: int | None = None
-    """A token sees itself and the `window` - 1 before it; None: all before it."""
-    softcap: float | None = None
-    """Scores are squashed to (-softcap, softcap) by a tanh; None: not."""
+from lit_ppo.roles.attention import AttentionSpec, masked_attention, window_mask
 
 
 class SlotCache:
@@ -73,32 +61,6 @@ class SlotCache:
         self.values[layer][slots, :, places] = v.to(self.values.dtype)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """Attention with grouped queries.
-
-    Args:
-        q: (B, H, T, D).
-        k: (B, HK, S, D), HK a divisor of H.
-        v: (B, HK, S, D).
-        mask: Broadcastable to (B, H, T, S) bool, True where a query sees a key. None: causal, T == S.
-        spec: Scale and soft cap; a window is the mask's business.
-
-    Returns:
-        (B, H, T, D).
-    """
-    if spec.softcap is None:
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = (q @ k.transpose(-1, -2)) * spec.scale
-    scores = (torch.tanh(scores / spec.softcap) * spec.softcap).float()
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    return scores.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype) @ v
-
-
 class PrefillAttention:
     """Causal attention within each of several packed prompts, whose keys and values are then stored.
 
@@ -137,10 +99,7 @@ class PrefillAttention:
         """(n, H, D) queries and (n, HK, D) keys and values of the packed tokens -> (n, H, D)."""
         stored_k, stored_v = (k[self.source], v[self.source]) if self.shared else (k, v)
         self.cache.write(layer, self.to_slot, self.to_place, stored_k, stored_v)
-        mask = None
-        if spec.window is not None and spec.window < self.width:
-            ones = torch.ones(self.width, self.width, dtype=torch.bool, device=q.device)
-            mask = ones.tril() & ones.triu(1 - spec.window)
+        mask = window_mask(self.width, spec.window, q.device)
         # Right-padded and causal: no real token sees padding, so no further mask is needed.
         out = masked_attention(self._padded(q), self._padded(k), self._padded(v), mask, spec).transpose(1, 2)
         if self.equal:

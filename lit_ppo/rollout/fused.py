@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_ppo.roles.attention import AttentionSpec
 from lit_ppo.roles.model import decoder_of
-from lit_ppo.rollout.cache import AttentionSpec, DecodeAttention
+from lit_ppo.rollout.cache import DecodeAttention
 from lit_ppo.rollout.trunk import Attention, HFTrunk
 
 FAMILY = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")

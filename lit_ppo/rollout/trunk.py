@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lit_ppo.roles.attention import AttentionSpec, unreachable
 from lit_ppo.roles.fused_head import HeadSpec
 from lit_ppo.roles.model import RoleView, decoder_of
-from lit_ppo.rollout.cache import AttentionSpec, DecodeAttention, PrefillAttention, SlotCache
+from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache
 
 
 class Attention(Protocol):
@@ -38,21 +39,12 @@ def unservable(base: Any) -> str | None:
         base: A transformers causal LM.
     """
     config = base.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
     ropes_bad = [r["rope_type"] for r in ropes if r.get("rope_type") in STATEFUL_ROPE]
-    if not getattr(base, "_supports_attention_backend", False):
-        return "its attention does not go through transformers' AttentionInterface"
-    if kinds:
-        return f"it has layers of another kind: {', '.join(sorted(kinds))}"
     if ropes_bad:
         return f"its rotary embedding ({ropes_bad[0]}) depends on the other sequences of a batch"
-    if getattr(config, "use_bidirectional_attention", False):
-        return "it attends in both directions"
-    if base.config.is_encoder_decoder:
-        return "it is an encoder-decoder"
-    return None
+    return unreachable(base)
 
 
 def is_sharded(policy: RoleView) -> bool:
@@ -97,15 +89,7 @@ def _interface(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """(1, H, n, D) -> (1, n, H, D), by the attention of the run."""
-    unknown = [k for k in ("s_aux", "position_bias") if options.get(k) is not None]
-    if unknown:
-        raise NotImplementedError(f"its attention uses `{unknown[0]}`")
-    scale = options.get("scaling")
-    spec = AttentionSpec(
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        window=options.get("sliding_window"),
-        softcap=options.get("softcap"),
-    )
+    spec = AttentionSpec.of(query, options)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return _running[-1].attend(module.layer_idx, q, k, v, spec)[None], None
 
