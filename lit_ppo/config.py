@@ -105,10 +105,16 @@ class RoleConfig:
         check_types("role", self)
         choice("role", "dtype", self.dtype, DTYPES)
         choice("role", "quantize", self.quantize, QUANTIZE)
-        if self.revision is not None and self.source is not None and Path(self.source).is_dir():
-            raise ValueError(
-                f"`role.revision={self.revision!r}` has no effect on {self.source!r}, which is a folder. Leave it out."
-            )
+        _check_revision("role", self)
+
+
+def _check_revision(owner: str, config: RoleConfig | RewardConfig) -> None:
+    """Raise if a folder is asked for one of its revisions."""
+    if config.revision is not None and config.source and Path(config.source).is_dir():
+        raise ValueError(
+            f"`{owner}.revision={config.revision!r}` has no effect on {config.source!r}, which is a folder. Leave it "
+            "out."
+        )
 
 
 @dataclass
@@ -173,6 +179,7 @@ class RewardConfig:
         at_least("reward", "batch_size", self.batch_size, 1)
         at_least("reward", "max_length", self.max_length, 1)
         at_least("reward", "timeout", self.timeout, 0, strict=True)
+        _check_revision("reward", self)
         if self.weight != self.weight:
             raise ValueError(f"`reward.weight={self.weight!r}` must be a finite number.")
 

@@ -240,7 +240,8 @@ def plan(module: PPOHarness) -> RolePlan:
             model = next((r for r in module.rewards.rewards if getattr(r, "source", None) is not None), None)
             if model is not None:
                 model.check()  # else the critic, which may start from it, would be blamed
-                start = model.source
+                given = model.config
+                start = RoleConfig(model.source, trust_remote_code=given.trust_remote_code, revision=given.revision)
         module.cache["plan"] = plan_roles(
             **module.sources,
             critic_start=start,

@@ -148,6 +148,7 @@ BAD_VALUES = [
     (OptimConfig, {"actor_lr": float("inf")}, r"`optim.actor_lr=inf` must be a finite number"),
     (SamplingConfig, {"temperature": float("inf")}, r"`sampling.temperature=inf` must be a finite number"),
     (RoleConfig, {"source": ".", "revision": "v1"}, r"`role.revision='v1'` has no effect on '.', which is a folder"),
+    (RewardConfig, {"source": ".", "revision": "v1"}, r"`reward.revision='v1'` has no effect on '.', which is a"),
     (OptimConfig, {"betas": (0.9, 1)}, r"`optim.betas=\(0.9, 1\)` must be below 1"),
     (OptimConfig, {"schedule": "liner"}, r"`optim.schedule='liner'` must be one of .*Did you mean 'linear'"),
     (OptimConfig, {"warmup_iterations": -1}, r"`optim.warmup_iterations=-1` must be >= 0"),

@@ -16,7 +16,17 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lit_ppo import LoRAConfig, OptimConfig, PPOConfig, PPOLightningModule, PromptDataModule, RoleConfig, SamplingConfig
+from lit_ppo import (
+    LoRAConfig,
+    OptimConfig,
+    PPOConfig,
+    PPOLightningModule,
+    PromptDataModule,
+    RewardConfig,
+    RoleConfig,
+    SamplingConfig,
+    preflight,
+)
 from lit_ppo.algo.advantages import gae
 from lit_ppo.rollout.base import TRAIN, Draw
 
@@ -681,6 +691,8 @@ def test_the_critic_starts_from_the_reward_model(tmp_path):
         AutoModelForSequenceClassification.from_pretrained(path).state_dict(), dict(module.critic.model.state_dict())
     )
     assert set(module.roles) == {"actor", "critic", "reference", "reward"}
+    trusting = make(reward=RewardConfig(path, trust_remote_code=True))
+    assert preflight.plan(trusting).critic.trust_remote_code  # it is loaded as the reward model is, revision included
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])

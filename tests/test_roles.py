@@ -305,7 +305,7 @@ def test_the_critic_starts_from_a_reward_model_of_the_same_architecture_only():
             actor=tiny.folder("llama"),
             critic=None,
             reference=None,
-            critic_start=start,
+            critic_start=RoleConfig(start),
             layout="separate",
             lora=None,
             has_critic=True,

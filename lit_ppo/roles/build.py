@@ -98,7 +98,7 @@ def plan_roles(
     actor: Source,
     critic: Source,
     reference: Source,
-    critic_start: str | None,
+    critic_start: RoleConfig | None,
     layout: str,
     lora: LoRAConfig | None,
     has_critic: bool,
@@ -111,7 +111,7 @@ def plan_roles(
         actor: Folder, hub id, RoleConfig or transformers model.
         critic: The same, or None.
         reference: The same, or None.
-        critic_start: Source of a reward model that the critic may start from, or None.
+        critic_start: A reward model that the critic may start from, or None.
         layout: "separate" or "shared".
         lora: Adapters, or None for full fine-tuning.
         has_critic: Whether the algorithm uses one.
@@ -171,7 +171,7 @@ def plan_roles(
             )
     if sources["critic"] is None and has_critic and layout == "separate" and critic_start is not None:
         held = sources["actor"].quantize if isinstance(sources["actor"], RoleConfig) else "none"
-        start = RoleConfig(source=critic_start, quantize=held)
+        start = replace(critic_start, quantize=held)
         if _same_backbone(config, _read("critic", start)):
             sources["critic"] = start
     return RolePlan(
