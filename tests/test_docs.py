@@ -16,6 +16,7 @@ import tiny
 import yaml
 
 from lit_ppo.cli import COMMANDS, main
+from lit_ppo.plan.cards import parse_gpus
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),  # Lightning 2.6 on torch 2.13
@@ -50,7 +51,9 @@ def commands() -> list[pytest.param]:
         lines = [line.removeprefix("$ ").split(" #")[0].strip() for line in text.splitlines()]
         found += [pytest.param(line, id=f"{block.id} {line}") for line in lines if line.startswith("lit-ppo")]
     for path in sorted((ROOT / "examples").rglob("*.yaml")):
-        lines = re.findall(r"^#.*?(lit-ppo (?:fit|validate|test|predict|generate|export) .*)$", path.read_text(), re.M)
+        lines = re.findall(
+            r"^#.*?(lit-ppo (?:fit|validate|test|predict|generate|export|plan) .*)$", path.read_text(), re.M
+        )
         found += [pytest.param(line, id=f"{path.name} {line}") for line in lines]
     return found
 
@@ -71,6 +74,10 @@ def accepts(argv: list[str]) -> None:
     if argv[0] in ("generate", "export"):
         import_module(COMMANDS[argv[0]][0]).parse(argv)
         return
+    if argv[0] == "plan":
+        args, rest = import_module(COMMANDS["plan"][0]).parse(argv)
+        parse_gpus(args.gpus)
+        argv = ["fit", *rest]
     with pytest.raises(SystemExit) as stop:
         main(argv if "--help" in argv else [*argv, "--print_config"])
     assert stop.value.code == 0
@@ -110,12 +117,13 @@ def test_every_python_block_compiles_and_finds_what_it_imports(code):
                 assert hasattr(home, alias.name), f"{node.module} has no {alias.name}"
 
 
-def test_every_key_of_the_quickstart_is_explained():
-    lines = (ROOT / "examples" / "quickstart.yaml").read_text().splitlines()
-    for above, line in itertools.pairwise(lines):
-        if re.match(r"\s+(- )?\w+:", line) and not re.search(r"class_path|init_args", line):
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda path: path.name)
+def test_every_key_of_an_example_is_explained(path):
+    groups = r"class_path|init_args|^\s+(actor|critic|reference|reward|lora|sampling|ppo|optim|callbacks):$"
+    for above, line in itertools.pairwise(path.read_text().splitlines()):
+        if re.match(r"\s+(- )?\w+:", line) and not re.search(groups, line):
             explained = above.lstrip().startswith("#") or re.search(r"^\s*- source", line)
-            assert explained, f"quickstart.yaml has no comment above {line.strip()!r}"
+            assert explained, f"{path.name} has no comment above {line.strip()!r}"
 
 
 def test_the_quickstart_trains_and_what_follows_works(project, capsys):
