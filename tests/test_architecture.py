@@ -25,7 +25,7 @@ LAYERS = [
     {"base"},  # what PPO and the stages before it share
     {"harness"},  # Lightning's hooks
     {"module", "stages"},  # the algorithm, and what comes before it
-    {"export", "plan"},  # what comes after it, and instead of trying
+    {"export", "plan", "doctor"},  # what comes after it, and instead of trying
     {"cli"},
     {"__main__"},
 ]

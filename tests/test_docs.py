@@ -71,7 +71,7 @@ def project(tmp_path, monkeypatch):
 
 def accepts(argv: list[str]) -> None:
     """Parse a command line without running it."""
-    if argv[0] in ("generate", "export"):
+    if argv[0] in ("generate", "export", "doctor"):
         import_module(COMMANDS[argv[0]][0]).parse(argv)
         return
     if argv[0] == "plan":

@@ -16,6 +16,7 @@ COMMANDS = {
     "predict": ("lit_ppo.cli.trainer", "Sample responses and write them to a JSONL file."),
     "plan": ("lit_ppo.cli.plan", "Forecast the memory of a fit, without a GPU; say what would save some."),
     "generate": ("lit_ppo.cli.generate", "Sample responses to prompts given on the command line."),
+    "doctor": ("lit_ppo.cli.doctor", "Say what works here, or with --config what is wrong."),
     "export": ("lit_ppo.cli.export", "Turn a checkpoint into a folder for plain transformers or PEFT."),
 }
 """Each command's module, which has a `run`, and its one line of help."""
@@ -41,7 +42,8 @@ def main(
         data_class: A LightningDataModule to use in place of PromptDataModule.
 
     Returns:
-        The exit code: 0, or 1 where the configuration cannot work. Options that cannot be parsed exit with 2.
+        The exit code: 0, or 1 where the configuration (for `doctor` perhaps the machine) cannot work. Options that
+        cannot be parsed exit with 2.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
@@ -66,10 +68,10 @@ def main(
 
     hush()
     try:
-        import_module(COMMANDS[command][0]).run(argv, module_class=module_class, data_class=data_class)
+        code = import_module(COMMANDS[command][0]).run(argv, module_class=module_class, data_class=data_class)
     except Exception as error:
         if os.environ.get("LIT_PPO_DEBUG") or not is_configuration_error(error):
             raise
         print("\n".join([f"error: {message_of(error)}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 1
-    return 0
+    return int(code or 0)

@@ -80,7 +80,7 @@ def parsed(
     prepare(argv)
     from lit_ppo import PPOLightningModule, PromptDataModule
 
-    cli = _Parsing(argv, module_class or PPOLightningModule, data_class or PromptDataModule)
+    cli = Parsing(argv, module_class or PPOLightningModule, data_class or PromptDataModule)
     found: dict[str, Any] = cli.config[argv[0]].as_dict()
     return found
 
@@ -232,7 +232,7 @@ class PPOCLI(LightningCLI):
         return f"{stopped} To go on from the last checkpoint:\n  {shlex.join(['lit-ppo', *argv, '--ckpt_path', kept])}"
 
 
-class _Parsing(PPOCLI):
+class Parsing(PPOCLI):
     """Stops when everything is parsed."""
 
     def _set_seed(self) -> None:
