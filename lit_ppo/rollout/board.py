@@ -205,3 +205,9 @@ class Cutter:
             self.lengths |= found
         for number, end in self.lengths.items():
             lengths[number] = end
+
+
+def to_host(x: Tensor) -> Tensor:
+    """Start a copy to pinned memory."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)

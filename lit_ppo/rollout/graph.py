@@ -25,7 +25,7 @@ from lit_ppo.algo.noise import base_key
 from lit_ppo.experience import Prompts, Rollout
 from lit_ppo.roles.model import RoleView
 from lit_ppo.rollout.base import Draw, RolloutEngine, Sampling
-from lit_ppo.rollout.board import INDEX, LENGTH, REQUEST, SLOT, STEP, TOKEN, Board, Cutter
+from lit_ppo.rollout.board import INDEX, LENGTH, REQUEST, SLOT, STEP, TOKEN, Board, Cutter, to_host
 from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache
 from lit_ppo.rollout.fused import FusedTrunk, unfusable
 from lit_ppo.rollout.sampler import DeviceSampler, sampling_key
@@ -251,7 +251,7 @@ class GraphEngine(RolloutEngine):
         if not seen.is_cuda:
             return Look(steps, seen, None, ids)
         arrived = torch.cuda.Event()
-        look = Look(steps, _to_host(seen), arrived, None if ids is None else _to_host(ids))
+        look = Look(steps, to_host(seen), arrived, None if ids is None else to_host(ids))
         arrived.record()
         return look
 
@@ -408,12 +408,6 @@ class GraphEngine(RolloutEngine):
             vocab = self.policy.store.base.get_output_embeddings().weight.shape[0]
             self._samplers[key] = DeviceSampler(sampling, vocab, self.policy.device, self._kernels())
         return self._samplers[key]
-
-
-def _to_host(x: Tensor) -> Tensor:
-    """Start a copy to pinned memory."""
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return host.copy_(x, non_blocking=True)
 
 
 def _seconds(start: Any, end: Any) -> float:
