@@ -143,6 +143,8 @@ class RewardConfig:
 
     source: str = ""
     """A sequence-classification model (folder or id), or the import path of a function: `package.module.name`."""
+    options: dict[str, Any] | None = None
+    """Further arguments by name: of the class to make an instance of, or bound to the function."""
     weight: float = 1.0
     """Its factor in the sum."""
     name: str | None = None

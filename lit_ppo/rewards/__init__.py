@@ -198,14 +198,14 @@ def _build(spec: Any) -> Reward:
                 "options use `FunctionReward(function, weight=...)` or `ModelReward(module, tokenizer, weight=...)`."
             )
         options = asdict(config)
-        found = resolve(config.source)
+        found = resolve(config.source, config.options)
         if isinstance(found, Reward):
             raise TypeError(f"`reward.source={config.source!r}` is a {type(found).__name__}: pass it from Python.")
         if isinstance(found, (str, nn.Module)):
             return ModelReward(**{**options, "source": found})
         if not callable(found):
             raise TypeError(f"`reward.source={config.source!r}` is a {type(found).__name__}, which cannot be called.")
-        return FunctionReward(found, **options)
+        return FunctionReward(found, **{**options, "options": None})  # it has them by now
     if isinstance(spec, nn.Module):
         return ModelReward(spec)
     if callable(spec):

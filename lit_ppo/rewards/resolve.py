@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import os
@@ -11,6 +12,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from lit_ppo.rewards.base import RewardError
 
@@ -21,20 +24,24 @@ _EXPECTED = (
 )
 
 
-def resolve(source: str) -> Any:
+def resolve(source: str, options: dict[str, Any] | None = None) -> Any:
     """Return the Python object that an import path names, or the string itself where it names a model.
 
     An existing folder is a model, whatever its name. The current directory is searched for modules.
 
+    Args:
+        source: Folder, import path or hub id.
+        options: Arguments of the class, or some of the function, that an import path names.
+
     Raises:
-        RewardError: A path that does not exist, a name alone, or an import path of which a part is missing or cannot
-            be imported.
+        RewardError: A path that does not exist, a name alone, an import path of which a part is missing or cannot
+            be imported, or options that it does not take.
     """
     path = Path(source).expanduser()
     if source and path.is_dir():
         return source
     if _IMPORT_PATH.fullmatch(source) and not path.exists():
-        return _instance(source, _import(source))
+        return _instance(source, _import(source), options or {})
     if not source or path.exists():
         raise RewardError(f"`reward.source={source!r}` is {'a file' if source else 'empty'}. {_EXPECTED}")
     if source.startswith((".", "~", "/")) or source.endswith("/") or "\\" in source or source.count("/") > 1:
@@ -112,18 +119,34 @@ def _broken(source: str, module: str, error: Exception) -> RewardError:
     )
 
 
-def _instance(source: str, found: Any) -> Any:
-    """Make an instance of a class that needs no arguments."""
-    if not inspect.isclass(found):
+def _instance(source: str, found: Any, options: dict[str, Any]) -> Any:
+    """Make an instance of a class; bind options to a function."""
+    if not callable(found) or isinstance(found, nn.Module):
         return found
+    try:
+        parameters = inspect.signature(found).parameters
+    except (ValueError, TypeError):  # FunctionReward says what to do about it
+        return functools.partial(found, **options) if options else found
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in options:
+        if name not in parameters and not open_ended:
+            near = difflib.get_close_matches(name, parameters, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else f" It takes {', '.join(f'`{n}`' for n in parameters)}."
+            raise RewardError(f"`reward.source={source!r}` has no option `{name}`.{hint}")
+    if not inspect.isclass(found):
+        return functools.partial(found, **options) if options else found
     needed = [
-        p.name
-        for p in inspect.signature(found).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and name not in options
     ]
     if needed:
+        given = ", ".join(f"{name}: ..." for name in needed)
         raise RewardError(
-            f"`reward.source={source!r}` is a class that needs {', '.join(f'`{n}`' for n in needed)}. Make an instance "
-            "at the top level of a module and name that, or pass an instance from Python."
+            f"`reward.source={source!r}` is a class that needs {', '.join(f'`{n}`' for n in needed)}. Give `options: "
+            f"{{{given}}}` beside `source`, or pass an instance from Python."
         )
-    return found()
+    try:
+        return found(**options)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"`reward.source={source!r}` refuses its options: {error}") from error

@@ -101,7 +101,7 @@ def test_an_import_path_names_a_callable_in_the_current_directory_or_an_installe
         ("my_package.needs.f", "importing `my_package.needs` failed with ModuleNotFoundError: No module named 'a_mod"),
         ("my_package.broken.f", "importing `my_package.broken` failed with SyntaxError"),
         ("my_package.raises:f", "importing `my_package.raises` failed with RuntimeError: at import. Fix that module"),
-        ("my_rewards.Needy", "is a class that needs `threshold`. Make an instance"),
+        ("my_rewards.Needy", "is a class that needs `threshold`. Give `options: {threshold: ...}`"),
     ],
 )
 def test_an_import_path_that_fails_says_which_part(source, message, project):
