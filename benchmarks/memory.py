@@ -5,7 +5,7 @@
     python benchmarks/memory.py --preset examples/presets/7b-full-80gb.yaml --rank-of 4
 
 Everything runs through the Trainer and `PPOLightningModule`. The grid builds its models on the device; its rows are
-appended to `memory_grid.jsonl`, with the whole configuration, and those that are there already are skipped. A preset
+appended to `memory_grid.jsonl`, with the whole configuration; those that are there without an error are skipped. A preset
 runs from its YAML as it stands, through `lit-ppo fit`, but for its sources: these are folders with a model of the same
 shape, written once to `--scratch`. `--cap` is a hard limit of torch's allocator (GB are 1e9 bytes). `--rank-of N` is
 rank 0 of N under FSDP2 in a fake process group, whose collectives do nothing: true memory (the communication library's
@@ -210,6 +210,30 @@ def grid() -> list[dict[str, Any]]:
             optim__state="8bit",
             optim__rounding="stochastic",
         ),
+        case(
+            "1.5B",
+            "full",
+            992,
+            32,
+            8,
+            4,
+            checkpointing=True,
+            ppo__sequential_roles=True,
+            optim__state="8bit",
+            optim__rounding="stochastic",
+        ),
+        case(
+            "1.5B",
+            "full",
+            992,
+            32,
+            8,
+            4,
+            ppo__sequential_roles=True,
+            optim__state="8bit",
+            optim__rounding="stochastic",
+            optim__paged=True,
+        ),
         case("1.5B", "lora", 480, 32, 8, 4),
         case("1.5B", "shared", 992, 32, 8, 4),
         case("1.5B", "shared", 2016, 32, 8, 2),
@@ -227,6 +251,18 @@ def grid() -> list[dict[str, Any]]:
         case("8B", "nf4", 1008, 16, 4, 1),
         case("8B", "lora", 496, 16, 4, 2, checkpointing=True),
         case("8B", "shared", 256, 256, 16, 4, engine="graph", checkpointing=True),
+        case(
+            "8B",
+            "nf4",
+            1024,
+            128,
+            8,
+            1,
+            engine="graph",
+            checkpointing=True,
+            ppo__sequential_roles=True,
+            optim__state="8bit",
+        ),
         case("8B", "nf4", 496, 16, 4, 2, checkpointing=True, reward_model="8B"),
     ]
 
@@ -280,7 +316,8 @@ def run_case(config: dict[str, Any], device: str, iterations: int) -> dict[str, 
 def run_grid(args: argparse.Namespace) -> None:
     """Run every case of the grid that has no row yet; a case that fails is written down with its error."""
     path = args.output / "memory_grid.jsonl"
-    there = {json.loads(line)["name"] for line in path.read_text().splitlines()} if path.exists() else set()
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    there = {row["name"] for row in rows if "error" not in row}
     start = time.perf_counter()
     for entry in [small(e) for e in grid()] if args.shape == "tiny" else grid():
         if entry["name"] in there or (args.only and args.only not in entry["name"]):
