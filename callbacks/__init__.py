@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lit_ppo.callbacks.checkpointing import GradientCheckpointing
     from lit_ppo.callbacks.freeze import FreezeParameters
     from lit_ppo.callbacks.memory_report import MemoryReport
+    from lit_ppo.callbacks.offload import OffloadRoles
     from lit_ppo.callbacks.oom import OOMGuard
     from lit_ppo.callbacks.progress import RolloutProgress
     from lit_ppo.callbacks.quantize import QuantizeModules, QuantizeRewardModel
@@ -18,6 +19,7 @@ _HOMES = {
     "GradientCheckpointing": "checkpointing",
     "MemoryReport": "memory_report",
     "OOMGuard": "oom",
+    "OffloadRoles": "offload",
     "QuantizeModules": "quantize",
     "QuantizeRewardModel": "quantize",
     "RolloutProgress": "progress",
@@ -27,6 +29,7 @@ __all__ = [
     "GradientCheckpointing",
     "MemoryReport",
     "OOMGuard",
+    "OffloadRoles",
     "QuantizeModules",
     "QuantizeRewardModel",
     "RolloutProgress",

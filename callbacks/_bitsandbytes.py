@@ -179,7 +179,7 @@ def report_loaded(module: nn.Module) -> QuantizationReport:
     layers = quantized_layers(module)
     after = nbytes(module)
     size = next(p.dtype.itemsize for p in module.parameters() if p.is_floating_point())
-    packed = {t.untyped_storage().data_ptr(): t.nbytes for m in layers.values() for t in (m.weight, *_constants(m))}
+    packed = {t.untyped_storage().data_ptr(): t.nbytes for m in layers.values() for t in (m.weight, *constants(m))}
     full = sum(m.in_features * m.out_features * size for m in layers.values())
     return QuantizationReport(len(layers), after - sum(packed.values()) + full, after)
 
@@ -209,7 +209,7 @@ def _apply_8bit(self: Any, fn: Any, recurse: bool = True) -> Any:
 
 def nbytes(module: nn.Module) -> int:
     """Return the bytes of parameters, buffers and quantization constants; what layers share counts once."""
-    constants = [t for layer in quantized_layers(module).values() for t in _constants(layer)]
+    constants = [t for layer in quantized_layers(module).values() for t in constants(layer)]
     tensors = (*module.parameters(), *module.buffers(), *constants)
     return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
 
@@ -219,7 +219,8 @@ def fingerprint(module: nn.Module) -> int:
     return sum(int(p.detach().contiguous().view(torch.uint8).sum(dtype=torch.int64)) for p in module.parameters())
 
 
-def _constants(layer: Any) -> list[Tensor]:
+def constants(layer: Any) -> list[Tensor]:
+    """Return the tensors of a quantized layer beside its weight."""
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
         scale = layer.weight.SCB if getattr(layer.weight, "SCB", None) is not None else layer.state.SCB

@@ -211,11 +211,11 @@ def test_the_first_ratio_is_exactly_one(tmp_path, layout, micro):
         def on_fit_start(self, trainer, pl_module):
             loss = pl_module.loss
 
-            def watch(batch, tokens, sequences):
+            def watch(batch, tokens, sequences, roles):
                 if not pl_module.updated:
                     new, _ = pl_module.views.actor(batch, **pl_module.tempering)
                     seen.append((new - batch.old_logprobs)[batch.mask].abs().max().item())
-                return loss(batch, tokens, sequences)
+                return loss(batch, tokens, sequences, roles)
 
             pl_module.loss = watch
 
