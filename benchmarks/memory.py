@@ -5,11 +5,11 @@
     python benchmarks/memory.py --preset examples/presets/7b-full-80gb.yaml --rank-of 4
 
 Everything runs through the Trainer and `PPOLightningModule`. The grid builds its models on the device; its rows are
-appended to `memory_grid.jsonl`, with the whole configuration; those that are there without an error are skipped. A preset
-runs from its YAML as it stands, through `lit-ppo fit`, but for its sources: these are folders with a model of the same
-shape, written once to `--scratch`. `--cap` is a hard limit of torch's allocator (GB are 1e9 bytes). `--rank-of N` is
-rank 0 of N under FSDP2 in a fake process group, whose collectives do nothing: true memory (the communication library's
-buffers apart), meaningless numbers.
+appended to `memory_grid.jsonl`, with the whole configuration; those that are there without an error are skipped. A
+preset runs from its YAML as it stands, through `lit-ppo fit`, but for its sources: these are folders with a model of
+the same shape, written once to `--scratch`. `--cap` is a hard limit of torch's allocator (GB are 1e9 bytes).
+`--rank-of N` is rank 0 of N under FSDP2 in a fake process group, whose collectives do nothing: true memory (the
+communication library's buffers apart), meaningless numbers.
 """
 
 from __future__ import annotations
