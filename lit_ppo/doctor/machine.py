@@ -85,11 +85,12 @@ def _cuda() -> Iterator[Line]:
         free, total = torch.cuda.mem_get_info(i)
         name = f"cuda:{i} {properties.name} ({properties.major}.{properties.minor})"
         what = f"{name}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-        who = [row.split(", ")[1:] for row in held if str(getattr(properties, "uuid", "-")) in row]
-        others = [f"{pid} ({memory})" for pid, memory in who if int(pid) != os.getpid()]
+        who = [row.split(", ")[1:3] for row in held if str(getattr(properties, "uuid", "-")) in row]
+        others = {pid: memory for pid, memory in who if pid != str(os.getpid())}
         if free < 0.9 * total:
-            by = f", used by process {', '.join(others)}" if others else ""
-            yield Line("warn", what + by, "nvidia-smi" if not others else f"kill {' '.join(pid for pid, _ in who)}")
+            by = ", ".join(f"{pid} ({memory})" for pid, memory in others.items())
+            fix = f"kill {' '.join(others)}" if others else "nvidia-smi"
+            yield Line("warn", f"{what}, used by process {by or 'unknown'}", fix)
         else:
             yield Line("ok", what)
         if peak_of(properties.name) is None:
