@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_ppo.callbacks.activations import OffloadActivations
     from lit_ppo.callbacks.checkpointing import GradientCheckpointing
     from lit_ppo.callbacks.freeze import FreezeParameters
     from lit_ppo.callbacks.memory_report import MemoryReport
@@ -19,6 +20,7 @@ _HOMES = {
     "GradientCheckpointing": "checkpointing",
     "MemoryReport": "memory_report",
     "OOMGuard": "oom",
+    "OffloadActivations": "activations",
     "OffloadRoles": "offload",
     "QuantizeModules": "quantize",
     "QuantizeRewardModel": "quantize",
@@ -29,6 +31,7 @@ __all__ = [
     "GradientCheckpointing",
     "MemoryReport",
     "OOMGuard",
+    "OffloadActivations",
     "OffloadRoles",
     "QuantizeModules",
     "QuantizeRewardModel",
