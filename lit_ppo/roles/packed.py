@@ -63,17 +63,22 @@ class Layout:
         p, r = torch.tensor(rollout.on_host(), dtype=torch.long).reshape(-1, 2).unbind(1)
         row, position, start = _runs(p + r - 1)
         predicted, step, _ = _runs(r)
-        found = {
-            "tokens": row * (width + response) + (width - p)[row] + position,
-            "positions": position,
-            "states": (start + p - 1)[predicted] + step,
-            "padded_states": predicted * (width + response - 1) + width - 1 + step,
-            "cells": predicted * response + step,
-        }
-        device = rollout.ids.device
-        bounds = torch.nn.functional.pad((p + r - 1).cumsum(0), (1, 0)).to(device, torch.int32, non_blocking=True)
-        packing = Packing((p + r - 1).tolist(), bounds)
-        return Layout(packing=packing, **{k: v.to(device, non_blocking=True) for k, v in found.items()})
+        lengths = p + r - 1
+        found = [
+            row * (width + response) + (width - p)[row] + position,
+            position,
+            (start + p - 1)[predicted] + step,
+            predicted * (width + response - 1) + width - 1 + step,
+            predicted * response + step,
+            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+        ]
+        flat, device = torch.cat(found), rollout.ids.device
+        if device.type == "cuda":
+            flat = flat.pin_memory()  # or a copy of this size would wait for the device
+        parts = flat.to(device, non_blocking=True).split([len(x) for x in found])
+        tokens, positions, states, padded_states, cells, bounds = parts
+        packing = Packing(lengths.tolist(), bounds.int())
+        return Layout(tokens, positions, states, padded_states, cells, packing)
 
 
 def _runs(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -58,8 +58,11 @@ CASES: dict[str, dict[str, Any]] = {
     "shared": {"lora": LoRAConfig(r=4), "layout": "shared"},
     # all of the callbacks at once: layers that thaw, layers that never train, recomputation, a reward model in 4 bits
     "callbacks": {"reward": [wordy, RewardConfig(source="REWARD", weight=0.5, name="model")]},
-    # three prompts: with four ranks, one has none
-    "scarce": {"lora": LoRAConfig(r=4), "ppo": PPOConfig(epochs=2, bootstrap_truncated=True, max_grad_norm=0.1)},
+    # three prompts: with four ranks, one has none; micro-batches by tokens, more on one rank than on another
+    "scarce": {
+        "lora": LoRAConfig(r=4),
+        "ppo": PPOConfig(epochs=2, bootstrap_truncated=True, max_grad_norm=0.1, micro_batch_tokens=9),
+    },
     "no critic": {
         "ppo": PPOConfig(epochs=2, advantage="grpo", kl_loss_coef=0.1, loss_aggregation="seq_mean_token_mean"),
         "sampling": SamplingConfig(max_new_tokens=6, temperature=1.0, samples_per_prompt=2),
