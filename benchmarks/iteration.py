@@ -54,11 +54,13 @@ TRL = ("trl-shipped", "trl-helped")
 CHECKPOINTING = {"callbacks.GradientCheckpointing": {}}
 EIGHT_BIT = {"optim.state": "8bit", "optim.rounding": "stochastic"}
 IN_TURN = {"ppo.sequential_roles": True}
+QUANTIZED = {"quantize": ["reference", "reward"]}
 PLAIN = {"precision": "bf16-true"}
 ROWS: dict[str, dict[str, Any]] = {
     # Each row: options of the module by dotted name, `callbacks.NAME` with its arguments, and the trainer's precision.
     "plain": PLAIN,
-    "lean": PLAIN | CHECKPOINTING | EIGHT_BIT | IN_TURN | {"quantize": ["reference", "reward"]},
+    "lean": PLAIN | CHECKPOINTING | EIGHT_BIT | IN_TURN | QUANTIZED,
+    "lean-reuse": PLAIN | CHECKPOINTING | EIGHT_BIT | IN_TURN | QUANTIZED | {"ppo.old_logprobs": "rollout"},
     "exact": PLAIN | CHECKPOINTING | IN_TURN,
     "exact-paged": PLAIN | CHECKPOINTING | IN_TURN | {"optim.paged": True},
 }
@@ -481,6 +483,7 @@ def described(row: dict[str, Any]) -> str:
     words = [state + (" in host memory" if options.get("optim.paged") else "")]
     words += ["checkpointing"] * ("callbacks.GradientCheckpointing" in options)
     words += ["one role at a time"] * ("ppo.sequential_roles" in options)
+    words += ["the rollout's log-probs"] * ("ppo.old_logprobs" in options)
     words += [f"NF4 {' and '.join(options['quantize'])}"] if "quantize" in options else []
     return ", ".join(words)
 
