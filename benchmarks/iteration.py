@@ -61,6 +61,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "lean": PLAIN | CHECKPOINTING | EIGHT_BIT | IN_TURN | QUANTIZED,
     "lean-reuse": PLAIN | CHECKPOINTING | EIGHT_BIT | IN_TURN | QUANTIZED | {"ppo.old_logprobs": "rollout"},
+    "lean-offload": PLAIN | CHECKPOINTING | EIGHT_BIT | IN_TURN | QUANTIZED | {"callbacks.OffloadRoles": {}},
     "exact": PLAIN | CHECKPOINTING | IN_TURN,
     "exact-paged": PLAIN | CHECKPOINTING | IN_TURN | {"optim.paged": True},
 }
@@ -483,6 +484,7 @@ def described(row: dict[str, Any]) -> str:
     words = [state + (" in host memory" if options.get("optim.paged") else "")]
     words += ["checkpointing"] * ("callbacks.GradientCheckpointing" in options)
     words += ["one role at a time"] * ("ppo.sequential_roles" in options)
+    words += ["idle models in host memory"] * ("callbacks.OffloadRoles" in options)
     words += ["the rollout's log-probs"] * ("ppo.old_logprobs" in options)
     words += [f"NF4 {' and '.join(options['quantize'])}"] if "quantize" in options else []
     return ", ".join(words)
