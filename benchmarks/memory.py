@@ -365,7 +365,7 @@ def run_preset(args: argparse.Namespace) -> dict[str, Any]:
     prompts = scratch / f"prompts-{data['batch_size']}-{lengths}.jsonl"
     scratch.mkdir(parents=True, exist_ok=True)
     rows = texts(data["batch_size"] * args.iterations, lengths)
-    prompts.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    prompts.write_text("".join(json.dumps({"prompt": row, "keyword": row.split()[0]}) + "\n" for row in rows))
     shutil.rmtree(scratch / "outputs", ignore_errors=True)
     argv = ["fit", "--config", str(sourced(text, scratch, args))]
     argv += ["--trainer.callbacks+=benchmarks.memory.Recorder", "--trainer.enable_progress_bar=false"]

@@ -209,8 +209,8 @@ def _apply_8bit(self: Any, fn: Any, recurse: bool = True) -> Any:
 
 def nbytes(module: nn.Module) -> int:
     """Return the bytes of parameters, buffers and quantization constants; what layers share counts once."""
-    constants = [t for layer in quantized_layers(module).values() for t in constants(layer)]
-    tensors = (*module.parameters(), *module.buffers(), *constants)
+    more = [t for layer in quantized_layers(module).values() for t in constants(layer)]
+    tensors = (*module.parameters(), *module.buffers(), *more)
     return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
 
 

@@ -96,6 +96,7 @@ def test_frozen_roles_on_another_device(tmp_path):
     assert torch.isfinite(trainer.callback_metrics["objective/kl"])
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")  # the saver is not needed
 def test_resume_on_cuda_is_exact(tmp_path):
     from lightning.pytorch.callbacks import ModelCheckpoint
 

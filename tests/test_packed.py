@@ -390,6 +390,7 @@ def test_recomputed_on_cuda(checkpointing):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_forward_and_backward_wait_for_the_device_nowhere():
     store, rollout = RoleModel(make("llama")).cuda().bfloat16(), batch(8, 7, "cuda").measured()
     store.pack()

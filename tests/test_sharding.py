@@ -92,8 +92,10 @@ def test_quantized_weights_are_not_sharded():
 
 def test_fsdp1_units_have_one_dtype():
     store = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 1))
-    one_dtype(store)
+    one_dtype(store, scaled=False)
     assert {p.dtype for p in store.parameters()} == {torch.bfloat16}
+    one_dtype(store, scaled=True)  # a GradScaler takes no other gradients
+    assert {p.dtype for p in store.parameters()} == {torch.float32}
 
 
 def test_float32_buffers_stay_float32():

@@ -52,7 +52,11 @@ def add_adapters(model: nn.Module, config: LoRAConfig, names: list[str], seed: i
                 f"`lora.target_modules={targets!r}` does not fit {type(model).__name__}: {error} "
                 f'Its linear layers are {", ".join(linear)}; "all-linear" takes all but the head.'
             ) from error
+    draw = torch.Generator().manual_seed(seed)
     for name, parameter in wrapped.named_parameters():
+        if ".lora_A." in name:  # as PEFT starts it, but with the same numbers on every kind of device
+            fresh = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=5**0.5, generator=draw)
+            parameter.data.copy_(fresh)
         parameter.requires_grad_(any(is_adapter_parameter(name, adapter) for adapter in names))
     return wrapped
 

@@ -58,7 +58,7 @@ class FSDP1(Replicated):
         if isinstance(store, FullyShardedDataParallel):
             return store
         check_floats(store, "FSDP1")
-        one_dtype(store)
+        one_dtype(store, scaled=self.strategy.precision_plugin.precision == "16-mixed")
         done = set()
         options = {} if self.policy is None else {"auto_wrap_policy": self.policy}
         if self.policy is None:
@@ -152,12 +152,16 @@ def units_of(store: nn.Module) -> list[Any]:
     return [m for m in store.modules() if isinstance(m, FullyShardedDataParallel) and m._handle is not None]
 
 
-def one_dtype(store: nn.Module) -> None:
+def one_dtype(store: nn.Module, scaled: bool) -> None:
     """Give adapters and heads the dtype of the trunk: FSDP1 flattens a unit into one tensor.
 
     The optimizer keeps float32 masters of what is trained, whatever its dtype.
+
+    Args:
+        store: Of parameters.
+        scaled: Gradients are scaled (16-mixed), which is for float32 gradients alone: then the trunk is float32, too.
     """
-    dtype = max(store.parameters(), key=lambda p: p.numel()).dtype
+    dtype = torch.float32 if scaled else max(store.parameters(), key=lambda p: p.numel()).dtype
     odd = [n for n, p in store.named_parameters() if p.dtype != dtype]
     for parameter in store.parameters():
         if parameter.dtype != dtype:
