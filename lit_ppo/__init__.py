@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, RoleConfig, SamplingConfig
-    from lit_ppo.data import PromptDataModule
+    from lit_ppo.data import PreferenceDataModule, PromptDataModule, SFTDataModule
     from lit_ppo.module import PPOLightningModule
+    from lit_ppo.stages import RankingConfig, RewardModule, SFTConfig, SFTModule, StageOptimConfig
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "PPOLightningModule": "lit_ppo.module",
-    "PromptDataModule": "lit_ppo.data",
+    **dict.fromkeys(("PromptDataModule", "SFTDataModule", "PreferenceDataModule"), "lit_ppo.data"),
+    **dict.fromkeys(("SFTModule", "RewardModule", "SFTConfig", "RankingConfig", "StageOptimConfig"), "lit_ppo.stages"),
     **dict.fromkeys(
         ("LoRAConfig", "OptimConfig", "PPOConfig", "RewardConfig", "RoleConfig", "SamplingConfig"), "lit_ppo.config"
     ),
@@ -27,6 +29,13 @@ __all__ = [  # noqa: RUF022 (in the order of use)
     "RoleConfig",
     "LoRAConfig",
     "RewardConfig",
+    "SFTModule",
+    "SFTDataModule",
+    "SFTConfig",
+    "RewardModule",
+    "PreferenceDataModule",
+    "RankingConfig",
+    "StageOptimConfig",
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_ppo import checkpoint, preflight
+from lit_ppo.algo.cut import by_sequences, by_tokens
 from lit_ppo.config import AdamConfig, LoRAConfig, from_dict
 from lit_ppo.hooks import after_configure_model
 from lit_ppo.memory.retry import OOMPolicy
@@ -132,6 +133,10 @@ class Harness(LightningModule):
         self.register()
         self.fingerprints = checkpoint.fingerprints(self)
 
+    def finished(self, model: Any) -> AbstractContextManager[Any]:
+        """Return a context in which a model of the roles is as it is to be exported."""
+        return nullcontext()
+
     def register(self) -> None:
         """Make submodules of the stores that are trained, by the names of their roles; each once."""
         seen: list[Any] = []
@@ -236,15 +241,21 @@ class Harness(LightningModule):
         """Take the maximum of a tensor over ranks."""
         return self.reduce(x, "max")
 
-    def cuts(self, rows: Tensor, size: int) -> list[Tensor]:
-        """Cut rows into parts of at most `size`: one or more, and as many on every rank where forwards are collective.
+    def cuts(self, rows: Tensor, size: int, tokens: list[int] | None = None) -> list[Tensor]:
+        """Cut rows into parts: one or more, and as many on every rank where forwards are collective.
 
         Those beyond a rank's own rows are empty, which `Rollout.part` makes a ghost of.
+
+        Args:
+            rows: (b,) int64 row numbers, on the CPU.
+            size: Rows of a part; its tokens, where `tokens` are given.
+            tokens: Of each of the rows.
         """
-        rounds = torch.tensor(max(1, -(-len(rows) // size)))
+        parts = by_sequences(len(rows), size) if tokens is None else by_tokens(tokens, size)
+        rounds = torch.tensor(max(1, len(parts)))
         if self.sharding.sharded:
             rounds = self.reduce_max(rounds)
-        return [rows[i * size : (i + 1) * size] for i in range(int(rounds))]
+        return [rows[part] for part in parts] + [rows[:0]] * (int(rounds) - len(parts))
 
     def set_mode(self, *, train: bool) -> None:
         """Put the trained roles in train mode for the update (gradient checkpointing needs it), else in eval mode."""

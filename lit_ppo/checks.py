@@ -14,6 +14,7 @@ from lit_ppo.roles.build import RolePlan
 from lit_ppo.roles.loading import resolve_dtype
 
 if TYPE_CHECKING:
+    from lit_ppo.base import Harness
     from lit_ppo.harness import PPOHarness
 
 PREDICTED = frozenset({"prompt", "response", "stopped"})
@@ -37,7 +38,7 @@ def check_effect(module: PPOHarness) -> None:
         )
 
 
-def check_optimizer(module: PPOHarness, plan: RolePlan) -> None:
+def check_optimizer(module: Harness, plan: RolePlan) -> None:
     """Check that the optimizer's state can be held as configured, by the kind of weights and by the strategy.
 
     Args:

@@ -19,30 +19,31 @@ from lit_ppo.roles.sources import first_line
 from lit_ppo.sharding.folders import read_folder
 
 if TYPE_CHECKING:
+    from lit_ppo.base import Harness
     from lit_ppo.module import PPOLightningModule
 
-ROLES = ("actor", "critic")
+ROLES = ("actor", "critic", "reward")
 NO_REFERENCE: dict[str, Any] = {"kl_coef": 0.0, "kl_target": None, "kl_loss_coef": 0.0, "log_kl": False}
 NO_CRITIC: dict[str, Any] = {"advantage": "reinforce_pp", "bootstrap_truncated": False, "critic_warmup_iterations": 0}
 
 
 def export(
-    module: PPOLightningModule,
+    module: Harness,
     directory: str | os.PathLike[str],
-    role: str = "actor",
+    role: str | None = None,
     merge: bool = False,
     overwrite: bool = False,
 ) -> Path:
     """Write one of the trained models, with its tokenizer, generation config and chat template, to a folder.
 
     A fully trained model, or with `merge` an adapter added to its trunk, is what `from_pretrained` of transformers
-    loads: `AutoModelForCausalLM` for the actor, `AutoModelForSequenceClassification` for the critic. An adapter alone
-    is what `PeftModel.from_pretrained` loads. The folder appears when it is complete. The module is not changed.
+    loads: `AutoModelForCausalLM` for the actor, `AutoModelForSequenceClassification` for critic and reward. An adapter
+    alone is what `PeftModel.from_pretrained` loads. The folder appears when it is complete. The module is not changed.
 
     Args:
         module: With its models loaded (by a fit, `load_policy` or `load_module`).
         directory: Where; must not exist, or be empty.
-        role: "actor" or "critic".
+        role: "actor", "critic" or "reward". None: the policy of PPO and SFT, the reward model of RewardModule.
         merge: Add the adapter to the trunk's weights.
         overwrite: Replace an earlier export.
 
@@ -53,16 +54,24 @@ def export(
         ValueError: There is no such model, or it cannot be written in this form.
         FileExistsError: The folder is in use.
     """
+    saved = {} if module.views is None else module.views.saved()
+    role = next(iter(saved), "actor") if role is None else role
     choice("", "role", role, ROLES)
     if module.sharding.sharded:
         raise ValueError(
             "`module` is sharded: no rank has its weights whole. Save a checkpoint (`trainer.save_checkpoint`) and "
             "export that, on one machine: `lit-ppo export`."
         )
-    view = None if module.views is None else getattr(module.views, role)
+    view = saved.get(role)
     if view is None:
-        why = "its models are not loaded yet" if module.views is None else "`ppo.advantage` uses no critic"
-        raise ValueError(f"`role={role!r}`: this module has none, as {why}.")
+        why = (
+            "`ppo.advantage` uses no critic"
+            if role == "critic" and "actor" in saved
+            else f"its stage is {module.stage}"
+        )
+        raise ValueError(
+            f"`role={role!r}`: this module has none, as {why if saved else 'its models are not loaded yet'}."
+        )
     target = Path(directory)
     source = getattr(view.store.base, "name_or_path", "")
     check_target(target, source, overwrite)
@@ -72,8 +81,8 @@ def export(
             '`role="critic"` is an adapter and a head on the actor\'s trunk (`layout: shared`), which no class of '
             "transformers loads. Only a critic of `layout: separate` can be exported."
         )
-    if role == "critic" and adapted and not merge:
-        raise ValueError('`role="critic"` has a trained head, which is no part of an adapter: use `merge` as well.')
+    if role != "actor" and adapted and not merge:
+        raise ValueError(f'`role="{role}"` has a trained head, which is no part of an adapter: use `merge` as well.')
     if merge and not adapted:
         raise ValueError(f"`merge`: the {role} was trained without adapters. Leave it out.")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,10 +90,10 @@ def export(
     try:
         folder = scratch / "export"
         with no_bars():
-            if not adapted:
-                view.store.model.save_pretrained(folder)
-            elif merge:
-                merged(view.store.base, view.adapter).save_pretrained(folder)
+            if not adapted or merge:
+                model = merged(view.store.base, str(view.adapter)) if merge else view.store.model
+                with module.finished(model):
+                    model.save_pretrained(folder)
             else:
                 _save_adapter(view.store.model, view.adapter, source, folder)
         module.tokenizer.save_pretrained(folder)
@@ -212,7 +221,7 @@ def load_policy(
     """Load the actor alone from a checkpoint: no critic, no reference, no reward.
 
     Args:
-        path: A checkpoint file of PPOLightningModule, or the folder of a run, whose last one is taken.
+        path: A checkpoint file of PPO or SFT, or the folder of a run, whose last one is taken.
         eval_sampling: Fields of SamplingConfig that replace the checkpoint's own for evaluation.
         seed: Of the sampling noise; None: the checkpoint's.
 
@@ -221,7 +230,13 @@ def load_policy(
         OSError: It cannot be read.
     """
     ckpt = read_checkpoint(path)
-    given = ckpt["hyper_parameters"]
+    stage, given = ckpt["lit_ppo"].get("stage", "ppo"), ckpt["hyper_parameters"]
+    if stage == "reward":
+        raise ValueError(f"`ckpt={str(path)!r}` is of a reward model, and this needs a policy: of SFT or PPO.")
+    if stage == "sft":  # a policy like any other, without options for sampling
+        given = {name: given[name] for name in ("actor", "tokenizer", "lora", "seed")}
+        given |= {"eval_sampling": {}, "ppo": {}}
+        ckpt = {**ckpt, "hyper_parameters": given, "lit_ppo": {**ckpt["lit_ppo"], "stage": "ppo"}}
     sampling = from_dict(SamplingConfig, {**given["eval_sampling"], **(eval_sampling or {})})
     changes: dict[str, Any] = {
         "reward": None,
@@ -235,17 +250,19 @@ def load_policy(
     return _build(ckpt, changes)
 
 
-def load_module(path: str | os.PathLike[str]) -> PPOLightningModule:
-    """Load actor and critic from a checkpoint, without the reference.
+def load_module(path: str | os.PathLike[str]) -> Harness:
+    """Load what was trained from a checkpoint: of PPO actor and critic, without the reference.
 
     Args:
-        path: A checkpoint file of PPOLightningModule, or the folder of a run, whose last one is taken.
+        path: A checkpoint file, or the folder of a run, whose last one is taken.
 
     Raises:
         ValueError: The file is no such checkpoint, or the models that it builds on are gone or other ones.
         OSError: It cannot be read.
     """
     ckpt = read_checkpoint(path)
+    if ckpt["lit_ppo"].get("stage", "ppo") != "ppo":
+        return _build(ckpt, {})
     ppo = from_dict(PPOConfig, ckpt["hyper_parameters"]["ppo"])
     return _build(ckpt, {"ppo": asdict(ppo) | NO_REFERENCE})
 
@@ -277,7 +294,7 @@ def read_checkpoint(path: str | os.PathLike[str], option: str = "ckpt") -> dict[
         option: What asks, for the error.
 
     Raises:
-        ValueError: It is no checkpoint of PPOLightningModule.
+        ValueError: It is no checkpoint of lit-ppo.
         OSError: It does not exist.
     """
     where = Path(path)
@@ -297,34 +314,40 @@ def read_checkpoint(path: str | os.PathLike[str], option: str = "ckpt") -> dict[
     absent = [name for name in entries if not isinstance(ckpt, dict) or name not in ckpt]
     if absent:
         raise ValueError(
-            f"`{option}={str(path)!r}` was not written by PPOLightningModule (it has no `{'`, `'.join(absent)}`). Give "
+            f"`{option}={str(path)!r}` was not written by lit-ppo (it has no `{'`, `'.join(absent)}`). Give "
             "a checkpoint that a fit with lit-ppo has saved."
         )
     found: dict[str, Any] = ckpt
     return found
 
 
-def _build(ckpt: dict[str, Any], changes: dict[str, Any]) -> PPOLightningModule:
+def _build(ckpt: dict[str, Any], changes: dict[str, Any]) -> Any:
     """Build the module of a checkpoint with other arguments, and load those weights that it has."""
     from lit_ppo.module import PPOLightningModule
+    from lit_ppo.stages import RewardModule, SFTModule
 
-    given = {**ckpt["hyper_parameters"], "reference": None, **changes}
-    if given["actor"] is None:
+    classes: dict[str, type[Harness]] = {"ppo": PPOLightningModule, "sft": SFTModule, "reward": RewardModule}
+    stage = ckpt["lit_ppo"].get("stage", "ppo")
+    given = {**ckpt["hyper_parameters"], **({"reference": None} if stage == "ppo" else {}), **changes}
+    source = "reward" if stage == "reward" else "actor"
+    if given[source] is None:
         raise ValueError(
             "This checkpoint was trained from a model made in Python, whose source it does not know. Build the module "
             "in Python, load the checkpoint into it, and call `lit_ppo.export.export(module, directory)`."
         )
-    module = PPOLightningModule(**given)
+    module = classes[stage](**given)
     module.configure_model()
     for name, theirs in ckpt["lit_ppo"]["fingerprints"].items():
         ours = module.fingerprints.get(name)
         if ours is not None and ours != theirs:
             raise ValueError(
-                f"The {name} at `actor={given['actor']!r}` is not the one that this checkpoint was trained on: its "
+                f"The {name} at `{source}={given[source]!r}` is not the one that this checkpoint was trained on: its "
                 "weights have changed. Restore the original there."
             )
     wanted = module.state_dict().keys()
     module.load_state_dict({key: value for key, value in ckpt["state_dict"].items() if key in wanted})
+    if stage != "ppo":
+        module.load_counters(ckpt["lit_ppo"])
     if template := ckpt.get("datamodule_hyper_parameters", {}).get("chat_template"):
         module.tokenizer.chat_template = template  # what it was trained with
     return module.eval()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from lit_ppo.algo.cut import by_sequences, by_tokens
 from lit_ppo.experience import Rollout
 
 if TYPE_CHECKING:
@@ -53,11 +51,6 @@ def cuts(module: PPOHarness, batch: Rollout, rows: Tensor, size: int) -> list[Te
         size: Sequences, or with `ppo.micro_batch_tokens` tokens, of a part.
     """
     if module.ppo.micro_batch_tokens is None:
-        parts = by_sequences(len(rows), size)
-    else:
-        sizes = batch.on_host()
-        parts = by_tokens([sum(sizes[row]) for row in rows.tolist()], size)
-    rounds = torch.tensor(max(1, len(parts)))
-    if module.sharding.sharded:
-        rounds = module.reduce_max(rounds)
-    return [rows[part] for part in parts] + [rows[:0]] * (int(rounds) - len(parts))
+        return module.cuts(rows, size)
+    sizes = batch.on_host()
+    return module.cuts(rows, size, [sum(sizes[row]) for row in rows.tolist()])

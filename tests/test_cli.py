@@ -374,7 +374,7 @@ def test_a_file_that_is_no_checkpoint_is_said_to_be_none(capsys):
     torch.save({"state_dict": {}}, "other.ckpt")
     torch.save(torch.zeros(3), "tensor.ckpt")
     for name in ("junk", "other", "tensor"):
-        what = "cannot be read as a checkpoint: " if name == "junk" else "was not written by PPOLightningModule"
+        what = "cannot be read as a checkpoint: " if name == "junk" else "was not written by lit-ppo"
         for option, command in (
             ("ckpt_path", ["fit", "--config", "run.yaml", "--ckpt_path"]),
             ("ckpt_path", ["predict", "--config", "run.yaml", "--ckpt_path"]),

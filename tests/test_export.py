@@ -226,7 +226,7 @@ def test_checkpoints_that_cannot_be_exported_say_why(tmp_path):
     with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
         load_policy(tmp_path / "text.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match="was not written by PPOLightningModule"):
+    with pytest.raises(ValueError, match="was not written by lit-ppo"):
         load_policy(tmp_path / "other.ckpt")
 
     live, ckpt = trained(tmp_path / "live", actor=tiny.model(), tokenizer=tiny.folder())

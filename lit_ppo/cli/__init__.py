@@ -21,12 +21,25 @@ COMMANDS = {
 }
 """Each command's module, which has a `run`, and its one line of help."""
 
-USAGE = f"""usage: lit-ppo COMMAND [options]
+STAGES = {
+    "sft": ("SFTModule", "SFTDataModule", "Supervised fine-tuning: answers to learn."),
+    "reward": ("RewardModule", "PreferenceDataModule", "A reward model: pairs of answers."),
+    "ppo": ("PPOLightningModule", "PromptDataModule", "PPO, which is what the commands mean without a stage."),
+}
+"""What may stand before a command: its module, its data module, and its one line of help."""
 
-PPO for language models on PyTorch Lightning.
+OF_EVERY_STAGE = ("fit", "validate", "test")
+"""The commands of SFT and of the reward model; `generate` and `export` know what a checkpoint is of."""
+
+USAGE = f"""usage: lit-ppo [STAGE] COMMAND [options]
+
+PPO for language models on PyTorch Lightning, and the two stages before it.
 
 commands:
 {chr(10).join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())}
+
+stages (`lit-ppo sft fit --config sft.yaml`):
+{chr(10).join(f"  {name:<10} {text}" for name, (_, _, text) in STAGES.items())}
 
 `lit-ppo COMMAND --help` lists a command's options. LIT_PPO_DEBUG=1 shows tracebacks of configuration errors."""
 
@@ -37,9 +50,9 @@ def main(
     """Run a command; the entry point of `lit-ppo`.
 
     Args:
-        argv: Command and options. None: those of the process.
-        module_class: A subclass of PPOLightningModule, for a command line of your own.
-        data_class: A LightningDataModule to use in place of PromptDataModule.
+        argv: Stage, command and options. None: those of the process.
+        module_class: A subclass of the stage's module, for a command line of your own.
+        data_class: A LightningDataModule to use in place of the stage's.
 
     Returns:
         The exit code: 0, or 1 where the configuration (for `doctor` perhaps the machine) cannot work. Options that
@@ -54,12 +67,18 @@ def main(
 
         print(f"lit-ppo {__version__}")
         return 0
-    command = argv[0]
-    if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f" Did you mean `{near[0]}`?" if near else f" The commands are: {', '.join(COMMANDS)}."
-        print(f"error: `{command}` is not a command of lit-ppo.{hint}", file=sys.stderr)
+    stage = argv.pop(0) if argv[0] in STAGES else "ppo"
+    known = list(COMMANDS) if stage == "ppo" else list(OF_EVERY_STAGE)
+    if not argv or argv[0] not in known:
+        command, where = argv[0] if argv else "", "lit-ppo" if stage == "ppo" else f"lit-ppo {stage}"
+        if command in ("-h", "--help"):
+            print(USAGE)
+            return 0
+        near = difflib.get_close_matches(command, known, n=1)
+        hint = f" Did you mean `{near[0]}`?" if near else f" The commands are: {', '.join(known)}."
+        print(f"error: `{command}` is not a command of {where}.{hint}", file=sys.stderr)
         return 2
+    command = argv[0]
     cwd = os.getcwd()
     if cwd not in sys.path and "" not in sys.path:
         sys.path.insert(0, cwd)  # as `python -m` does: reward functions and callbacks of the user's own project
@@ -68,7 +87,13 @@ def main(
 
     hush()
     try:
-        code = import_module(COMMANDS[command][0]).run(argv, module_class=module_class, data_class=data_class)
+        if stage != "ppo":
+            package = import_module("lit_ppo")
+            module_class = module_class or getattr(package, STAGES[stage][0])
+            data_class = data_class or getattr(package, STAGES[stage][1])
+        code = import_module(COMMANDS[command][0]).run(
+            argv, module_class=module_class, data_class=data_class, stage=stage
+        )
     except Exception as error:
         if os.environ.get("LIT_PPO_DEBUG") or not is_configuration_error(error):
             raise

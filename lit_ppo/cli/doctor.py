@@ -46,7 +46,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, rest
 
 
-def run(argv: list[str], module_class: type[Any] | None = None, data_class: type[Any] | None = None) -> int:
+def run(argv: list[str], module_class: type[Any] | None = None, data_class: type[Any] | None = None, **_: Any) -> int:
     """Examine and print.
 
     Args:

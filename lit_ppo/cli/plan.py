@@ -35,7 +35,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv[1:])
 
 
-def run(argv: list[str], module_class: type[Any] | None = None, data_class: type[Any] | None = None) -> None:
+def run(argv: list[str], module_class: type[Any] | None = None, data_class: type[Any] | None = None, **_: Any) -> None:
     """Print the forecast.
 
     Args:

@@ -29,8 +29,15 @@ from lit_ppo.cli.predictions import PredictionWriter
 from lit_ppo.config import OptimConfig, PPOConfig, SamplingConfig
 from lit_ppo.export import last_checkpoint, read_checkpoint
 from lit_ppo.output import check_writable
+from lit_ppo.stages.config import RankingConfig, SFTConfig, StageOptimConfig
 
-SPELLED_OUT = {"sampling": SamplingConfig, "ppo": PPOConfig, "optim": OptimConfig}
+SPELLED_OUT: dict[str, list[Any]] = {
+    "sampling": [SamplingConfig],
+    "ppo": [PPOConfig],
+    "optim": [OptimConfig, StageOptimConfig],
+    "sft": [SFTConfig],
+    "ranking": [RankingConfig],
+}
 """Groups of options whose fields the help lists one by one. The others (`lora`, say) mean something when absent."""
 
 CKPT_HELP = {
@@ -39,17 +46,24 @@ CKPT_HELP = {
 }
 
 
-def run(argv: list[str], module_class: type[Any] | None = None, data_class: type[Any] | None = None) -> None:
+def run(
+    argv: list[str],
+    module_class: type[Any] | None = None,
+    data_class: type[Any] | None = None,
+    stage: str = "ppo",
+) -> None:
     """Run one of the Trainer's commands.
 
     Args:
         argv: The command and its options.
         module_class: None: PPOLightningModule.
         data_class: None: PromptDataModule.
+        stage: What the command line begins with.
     """
     from lit_ppo import PPOLightningModule, PromptDataModule
 
     prepare(argv)
+    PPOCLI.program = Parser.program = "lit-ppo" if stage == "ppo" else f"lit-ppo {stage}"
     PPOCLI(argv, module_class or PPOLightningModule, data_class or PromptDataModule)
 
 
@@ -89,6 +103,7 @@ class Parser(LightningArgumentParser):
     """The parser of LightningCLI with short errors."""
 
     argv: ClassVar[list[str]] = []
+    program: ClassVar[str] = "lit-ppo"
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print what is wrong and where, without pages of usage, and exit with 2."""
@@ -96,7 +111,7 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         parser: Any = getattr(ex, "subcommand_parser", None) or self
         sys.stderr.write(f"error: {explain(message, [action.dest for action in parser._actions], self.argv)}\n")
-        sys.stderr.write(f"`lit-ppo {self.argv[0]} --help` lists all options.\n")
+        sys.stderr.write(f"`{self.program} {self.argv[0]} --help` lists all options.\n")
         self.exit(2)
 
 
@@ -120,13 +135,14 @@ class PPOCLI(LightningCLI):
             save_config_callback=SaveConfigCallback if argv[0] == "fit" else None,
             trainer_defaults={"default_root_dir": "outputs", "log_every_n_steps": 1, "enable_model_summary": False},
             seed_everything_default=0,
-            parser_kwargs={"prog": "lit-ppo"},
+            parser_kwargs={"prog": self.program},
             parser_class=Parser,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,  # the module stores its own arguments, as plain data
         )
 
     command: str = "fit"
+    program: ClassVar[str] = "lit-ppo"
 
     @classmethod
     def subcommands(cls) -> dict[str, set[str]]:
@@ -229,7 +245,8 @@ class PPOCLI(LightningCLI):
             if arg.startswith("--ckpt_path="):
                 del argv[i]
                 break
-        return f"{stopped} To go on from the last checkpoint:\n  {shlex.join(['lit-ppo', *argv, '--ckpt_path', kept])}"
+        command = shlex.join([*self.program.split(), *argv, "--ckpt_path", kept])
+        return f"{stopped} To go on from the last checkpoint:\n  {command}"
 
 
 class Parsing(PPOCLI):
@@ -284,9 +301,9 @@ def _for_yaml(name: str, kind: Any, default: Any) -> tuple[Any, Any]:
     """Return the type and default that an argument has on the command line."""
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     members = [m for m in (typing.get_args(kind) if union else (kind,)) if not _only_python(m)]
-    group: Any = SPELLED_OUT.get(name)
-    if group in members and default is None:
-        return group, group()
+    for group in SPELLED_OUT.get(name, ()):
+        if group in members and default is None:
+            return group, group()
     lists = [member for member in members if typing.get_origin(member) in (list,)]
     return reduce(or_, lists + [member for member in members if member not in lists]), default
 

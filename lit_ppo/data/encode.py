@@ -61,16 +61,19 @@ def tokenize(
             that reads the text itself otherwise when it adds special tokens.
     """
     texts = [
-        p.text if p.messages is None else _render(p, tokenizer, chat_template, add_generation_prompt) for p in prompts
+        p.text
+        if p.messages is None
+        else render(p.messages, tokenizer, chat_template, p.where, add_generation_prompt=add_generation_prompt)
+        for p in prompts
     ]
-    bare: list[list[int]] = _ids(tokenizer, texts, add_special_tokens=False)
+    bare: list[list[int]] = token_ids(tokenizer, texts, add_special_tokens=False)
     for prompt, ids in zip(prompts, bare, strict=True):
         if not ids:
             raise ValueError(
                 f"{prompt.where}: the prompt {prompt.text!r} has no tokens. Remove the row or give it text."
             )
     plain = next((i for i, prompt in enumerate(prompts) if prompt.messages is None), None)
-    prefix = [] if plain is None else _prefix(bare[plain], _ids(tokenizer, [texts[plain]], add_special_tokens=True)[0])
+    prefix = [] if plain is None else front(tokenizer, texts[plain])
     done = []
     for prompt, text, ids in zip(prompts, texts, bare, strict=True):
         if prompt.messages is None and ids[: len(prefix)] != prefix:
@@ -79,10 +82,16 @@ def tokenize(
     return done
 
 
-def _ids(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+def token_ids(tokenizer: Any, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+    """Return the tokens of texts."""
     # verbose=False: no warning about the model's context, which is checked where the model is known
     encoded = tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False)
     return [list(ids) for ids in encoded["input_ids"]]
+
+
+def front(tokenizer: Any, text: str) -> list[int]:
+    """Return the special tokens that a tokenizer puts in front of a text."""
+    return _prefix(*(token_ids(tokenizer, [text], add_special_tokens=special)[0] for special in (False, True)))
 
 
 def _prefix(bare: list[int], whole: list[int]) -> list[int]:
@@ -96,19 +105,32 @@ def _prefix(bare: list[int], whole: list[int]) -> list[int]:
     )
 
 
-def _render(prompt: Prompt, tokenizer: Any, chat_template: str | None, add_generation_prompt: bool) -> str:
-    if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
+def render(
+    messages: list[dict[str, Any]],
+    tokenizer: Any,
+    template: str | None,
+    where: str,
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Return the text that a chat template makes of messages.
+
+    Raises:
+        ValueError: There is no template, or it refuses them.
+    """
+    if template is None and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
-            f"{prompt.where} is a chat, and the tokenizer has no chat template. Set `chat_template` to Jinja "
-            "text, take the tokenizer of an instruction-tuned model, or give the prompts as plain strings."
+            f"{where} is a chat, and the tokenizer has no chat template. Set `chat_template` to Jinja text, take the "
+            "tokenizer of an instruction-tuned model, or give plain strings."
         )
     try:
-        text: str = tokenizer.apply_chat_template(
-            prompt.messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tokenize=False
+        return str(
+            tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
         )
     except Exception as error:
-        raise ValueError(f"{prompt.where}: the chat template refused the messages: {error}") from error
-    return text
+        raise ValueError(f"{where}: the chat template refused the messages: {error}") from error
 
 
 def limit(prompts: Sequence[Prompt], tokenizer: Any, longest: int | None, overlong: str, name: str) -> list[Prompt]:

@@ -92,14 +92,15 @@ def _parse(row: Any, where: str, prompt_column: str) -> Prompt:
         return Prompt(where, value, None, columns)
     if isinstance(value, list) and value:
         for number, message in enumerate(value):
-            _check_message(message, f"{where}: message {number} of `{prompt_column}`")
+            check_message(message, f"{where}: message {number} of `{prompt_column}`")
         return Prompt(where, "", value, columns)
     if value in ("", []):
         raise ValueError(f"{where}: `{prompt_column}` is empty. Remove the row or give it a prompt.")
     raise ValueError(f"{where}: `{prompt_column}` is neither a string nor a list of chat messages: {short(value)}.")
 
 
-def _check_message(message: Any, where: str) -> None:
+def check_message(message: Any, where: str) -> None:
+    """Check that a chat message has a role and a content, both strings."""
     if not isinstance(message, dict):
         raise ValueError(f'{where} is not an object: {short(message)}. Write {{"role": "user", "content": "..."}}.')
     for key in ("role", "content"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lit_ppo.config import RewardConfig, from_dict
 from lit_ppo.rewards.base import Reward, Samples, refuse_options
 from lit_ppo.rewards.pretrained import Pretrained, find_pretrained, load_pretrained
+from lit_ppo.roles.model import reward_bias
 
 _POOL_BY_PAD_ID = ("ctrl", "modernbert-decoder")  # decoders whose own pooling needs a pad id that no text contains
 
@@ -295,7 +296,7 @@ class ModelReward(Reward):
                 last = hidden[torch.arange(len(ids), device=hidden.device), (lengths - 1).to(hidden.device)]
                 weight = next(self._head.parameters())
                 logits = self._head(last.to(device=weight.device, dtype=weight.dtype))
-        return logits.float().reshape(len(ids)).cpu()
+        return logits.float().reshape(len(ids)).cpu() + reward_bias(self._core.config)
 
 
 def _positions(config: Any) -> int | None:

@@ -27,6 +27,9 @@ from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.roles.quantized import check_quantize, loading_options, make_movable
 from lit_ppo.roles.sources import first_line, model_config
 
+SCORERS = ("critic", "reward")
+"""Roles with a scalar head."""
+
 Source = str | os.PathLike[str] | RoleConfig | dict[str, Any] | nn.Module | None
 
 
@@ -128,10 +131,10 @@ def plan_roles(
         name: check_source(name, value)
         for name, value in (("actor", actor), ("critic", critic), ("reference", reference))
     }
-    if sources["actor"] is None or _sourceless(sources["actor"]):
+    if sources["actor"] is None or sourceless(sources["actor"]):
         raise ValueError("`actor` is missing: give a folder, a Hugging Face id, or a transformers model.")
     for name in ("critic", "reference"):
-        if _sourceless(sources[name]):  # options alone: the same weights as the actor's, held differently
+        if sourceless(sources[name]):  # options alone: the same weights as the actor's, held differently
             if not isinstance(sources["actor"], RoleConfig):
                 raise ValueError(
                     f"`{name}` sets options but no `source`, and the actor is not a folder or id to share."
@@ -152,7 +155,9 @@ def plan_roles(
                     f'`{name}` has a source of its own, but with `layout="shared"` it is a view of the actor\'s trunk. '
                     f'Leave `{name}` out, or use `layout="separate"`.'
                 )
-    configs = {n: _read(n, s) for n, s in sources.items() if s is not None and _needed(n, has_critic, has_reference)}
+    configs = {
+        n: read_config(n, s) for n, s in sources.items() if s is not None and _needed(n, has_critic, has_reference)
+    }
     for name, source in sources.items():
         if name in configs and isinstance(source, RoleConfig):
             check_quantize(f"{name}.quantize", source.quantize, configs[name])
@@ -172,7 +177,7 @@ def plan_roles(
     if sources["critic"] is None and has_critic and layout == "separate" and critic_start is not None:
         held = sources["actor"].quantize if isinstance(sources["actor"], RoleConfig) else "none"
         start = replace(critic_start, quantize=held)
-        if _same_backbone(config, _read("critic", start)):
+        if _same_backbone(config, read_config("critic", start)):
             sources["critic"] = start
     return RolePlan(
         actor=sources["actor"],
@@ -195,14 +200,16 @@ def build_roles(plan: RolePlan, device: torch.device) -> Roles:
         device: Where they will compute; decides the dtypes that are left to `auto`.
     """
     full = plan.lora is None
-    actor_model = _load("actor", plan.actor, plan, device, trained=full)
+    actor_model = load_role("actor", plan.actor, plan, device, trained=full)
     reference: RoleView | None = None
     if plan.has_reference and (plan.reference is not None or full):
         if plan.reference is not None:
-            model = _load("reference", plan.reference, plan, device, trained=False)
+            model = load_role("reference", plan.reference, plan, device, trained=False)
         elif isinstance(plan.actor, RoleConfig):
             # The actor's own dtype: the KL of an untouched policy is then exactly 0.
-            model = _load("reference", replace(plan.actor, dtype=_name(actor_model.dtype)), plan, device, trained=False)
+            model = load_role(
+                "reference", replace(plan.actor, dtype=_name(actor_model.dtype)), plan, device, trained=False
+            )
         else:
             model = _transform("reference", copy.deepcopy(actor_model), plan)
         reference = RoleView(RoleModel(freeze(model)).eval(), "logprobs")
@@ -210,9 +217,9 @@ def build_roles(plan: RolePlan, device: torch.device) -> Roles:
     critic_model: Any = None
     if plan.has_critic and plan.layout == "separate":
         if plan.critic is not None:
-            critic_model = _load("critic", plan.critic, plan, device, trained=full)
+            critic_model = load_role("critic", plan.critic, plan, device, trained=full)
         elif isinstance(plan.actor, RoleConfig):
-            critic_model = _load("critic", plan.actor, plan, device, trained=full)
+            critic_model = load_role("critic", plan.actor, plan, device, trained=full)
         else:
             critic_model = _transform("critic", critic_from(actor_model), plan)
 
@@ -320,7 +327,8 @@ def check_source(name: str, value: Source) -> RoleConfig | nn.Module | None:
     return None if config == RoleConfig() else config
 
 
-def _sourceless(source: Any) -> bool:
+def sourceless(source: Any) -> bool:
+    """Whether a source is options alone."""
     return isinstance(source, RoleConfig) and source.source is None
 
 
@@ -328,7 +336,8 @@ def _needed(name: str, has_critic: bool, has_reference: bool) -> bool:
     return {"actor": True, "critic": has_critic, "reference": has_reference}[name]
 
 
-def _read(name: str, source: RoleConfig | nn.Module) -> Any:
+def read_config(name: str, source: RoleConfig | nn.Module) -> Any:
+    """Return the transformers configuration of a role's source."""
     if isinstance(source, RoleConfig):
         return model_config(name, source)
     config = getattr(source, "config", None)
@@ -342,7 +351,19 @@ def _same_backbone(a: Any, b: Any) -> bool:
     return all(getattr(a, key, None) == getattr(b, key, None) for key in keys)
 
 
-def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: torch.device, *, trained: bool) -> Any:
+def load_role(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: torch.device, *, trained: bool) -> Any:
+    """Load a model on the CPU, perhaps frozen; all but an actor as the callbacks want it.
+
+    Args:
+        role: Its name, for errors, and for what callbacks ask for.
+        source: Where it is from.
+        plan: What is asked for.
+        device: Where it will compute.
+        trained: Whether its own weights are.
+
+    Raises:
+        ValueError: It cannot be loaded so.
+    """
     if isinstance(source, nn.Module):  # used as it is, but without dropout
         disable_dropout(source)
         model: Any = source.eval()
@@ -354,7 +375,7 @@ def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: tor
             f"{_name(plan.true_dtype)}. Leave one of the two out."
         )
     if plan.empty:  # then there are no transforms
-        return empty_model(source, dtype, critic=role == "critic")
+        return empty_model(source, dtype, critic=role in SCORERS)
     extra = plan.load_kwargs.get(role, {})
     if source.quantize != "none":
         if "quantization_config" in extra:
@@ -364,7 +385,7 @@ def _load(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device: tor
     from safetensors import SafetensorError
 
     try:
-        if role == "critic":
+        if role in SCORERS:
             model = load_critic(source, dtype, plan.seed, **extra)
         else:
             model = load_causal_lm(source, dtype, **extra)

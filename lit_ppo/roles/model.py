@@ -87,8 +87,10 @@ class RoleModel(nn.Module):
         with self.using(adapter):
             hidden = self._hidden(rollout, layout)
             if output == "values":
-                head = self.value_head if self.value_head is not None else value_head_of(self.base)
-                return _spread(values_from(hidden, head), layout.cells, shape), None
+                head, bias = self.value_head, 0.0
+                if head is None:
+                    head, bias = value_head_of(self.base), reward_bias(self.base.config)
+                return _spread(values_from(hidden, head) + bias, layout.cells, shape), None
             logprobs, entropies = token_logprobs(
                 hidden,
                 rollout.ids.flatten().index_select(0, layout.cells),
@@ -254,6 +256,11 @@ def value_head_of(model: Any) -> nn.Module:
             "Use a decoder-only sequence classifier saved with num_labels=1."
         )
     return head
+
+
+def reward_bias(config: Any) -> float:
+    """Return what is added to a reward model's logits: transformers gives its heads no bias (`RewardModule`)."""
+    return float(getattr(config, "reward_bias", None) or 0.0)
 
 
 def _spread(x: Tensor, cells: Tensor, shape: torch.Size) -> Tensor:
