@@ -39,6 +39,7 @@ def add_adapters(model: nn.Module, config: LoRAConfig, names: list[str], seed: i
         exclude_modules=["score"] if hasattr(model, "score") else None,  # a critic's head is trained itself
         lora_dropout=0.0,  # dropout would make the first ratio differ from 1
         use_rslora=config.use_rslora,
+        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),  # GPT-2's layers: (in, out) weights
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

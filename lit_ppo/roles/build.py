@@ -25,7 +25,7 @@ from lit_ppo.roles.loading import (
 )
 from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.roles.quantized import check_quantize, loading_options, make_movable
-from lit_ppo.roles.sources import first_line, model_config
+from lit_ppo.roles.sources import check_architecture, first_line, model_config
 
 SCORERS = ("critic", "reward")
 """Roles with a scalar head."""
@@ -160,6 +160,7 @@ def plan_roles(
     }
     for name, source in sources.items():
         if name in configs and isinstance(source, RoleConfig):
+            check_architecture(name, configs[name], critic=name == "critic")
             check_quantize(f"{name}.quantize", source.quantize, configs[name])
             if source.quantize != "none" and name != "reference" and lora is None:
                 raise ValueError(
@@ -179,6 +180,8 @@ def plan_roles(
         start = replace(critic_start, quantize=held)
         if _same_backbone(config, read_config("critic", start)):
             sources["critic"] = start
+    if sources["critic"] is None and has_critic and layout == "separate":
+        check_architecture("actor", config, critic=True)  # which a critic is made from
     return RolePlan(
         actor=sources["actor"],
         critic=sources["critic"],

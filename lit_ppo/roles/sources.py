@@ -52,6 +52,38 @@ def model_config(role: str, config: RoleConfig) -> Any:
         ) from error
 
 
+def check_architecture(role: str, config: Any, *, critic: bool) -> None:
+    """Refuse an architecture that cannot have a role.
+
+    Args:
+        role: Its name, for the error.
+        config: A transformers configuration; one that comes with code of its own is believed.
+        critic: Whether a sequence classifier is needed, else a causal language model.
+
+    Raises:
+        ValueError: Transformers has no such class.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if critic else MODEL_FOR_CAUSAL_LM_MAPPING
+    there = any(type(c) in known for c in (config, config.get_text_config()))
+    if hasattr(config, "auto_map") or (there and not config.is_encoder_decoder):
+        return
+    name = config.model_type
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"`{role}` is an encoder-decoder model ({name}), whose prompts and responses are two texts. PPO here is "
+            "for decoders, in which a response goes on with its prompt. Give a causal language model."
+        )
+    if critic:
+        raise ValueError(
+            f"`{role}` is a {name} model, of which transformers has no sequence classifier for the critic to be. Use "
+            "`layout: shared` with `lora`, whose critic is a head on the actor's trunk, or an advantage without a "
+            "critic (`ppo.advantage`: grpo, rloo, reinforce_pp)."
+        )
+    raise ValueError(f"`{role}` is a {name} model, which generates no text. Give a causal language model.")
+
+
 def load_tokenizer(source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
     """Load a tokenizer.
 
