@@ -12,7 +12,7 @@ import torch
 
 FAST = ["full", "scarce"]
 KINDS = ["ddp", "fsdp2", "fsdp1"]
-OWN = {"rollout/tokens_per_s", "oom/micro_batch"}
+OWN = {"rollout/tokens_per_s", "update/tokens_per_s", "oom/micro_batch"}
 """What depends on the machine, besides times, or on how many rows a rank has."""
 
 
