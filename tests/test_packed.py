@@ -191,6 +191,42 @@ def test_generate_is_what_it_was():
     assert model.config._attn_implementation == packed.PREFIX + own
 
 
+def test_flash_attn_gets_the_borders_by_transformers_names(monkeypatch):
+    """The package needs a GPU; what stands in for it here takes the same arguments."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def stand_in(module, q, k, v, attention_mask, *, scaling, cu_seq_lens_q, max_length_q, **options):
+        assert attention_mask is None
+        lengths = cu_seq_lens_q.diff().tolist()
+        assert options["cu_seq_lens_k"] is cu_seq_lens_q
+        assert options["max_length_k"] == max_length_q == max(lengths)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return packed._one_by_one(q, k, v, Packing(lengths, cu_seq_lens_q), AttentionSpec(scaling))[None], None
+
+    store = RoleModel(make("llama"))
+    view = RoleView(store, "logprobs")
+    expected = outcome(view, batch())
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", stand_in)
+    store.base.config._attn_implementation_internal = "flash_attention_2"
+    assert store.pack() is None
+    assert store.base.config._attn_implementation == "flash_attention_2"
+    assert_close(outcome(view, batch()), expected)
+
+
+@pytest.mark.gpu
+def test_flash_attn_itself():
+    pytest.importorskip("flash_attn")
+    store = RoleModel(make("llama")).cuda().bfloat16()
+    view, rollout = RoleView(store, "logprobs"), batch(8, 7, "cuda")
+    store.pack()
+    with torch.no_grad():
+        expected = view(rollout)[0]
+        store.base.set_attn_implementation("flash_attention_2")
+        assert store.pack() is None
+        assert store.packing_fails() is None
+        assert (view(rollout)[0] - expected).norm() < 0.05 * expected.norm()
+
+
 def test_mixed_precision_decides_the_dtype_of_attention(monkeypatch):
     store, dtypes = RoleModel(make("llama")), set()
     store.pack()

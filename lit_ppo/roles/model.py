@@ -110,7 +110,8 @@ class RoleModel(nn.Module):
         decoder = decoder_of(self.base)
         if self.packs:
             ids = torch.cat([rollout.prompts.ids, rollout.ids], dim=1)
-            return packed_states(decoder, ids, layout).index_select(0, layout.states)
+            own = self.base.config.get_text_config()._attn_implementation
+            return packed_states(decoder, ids, layout, own).index_select(0, layout.states)
         ids = torch.cat([rollout.prompts.ids, rollout.ids[:, :-1]], dim=1)
         mask = torch.cat([rollout.prompts.mask, rollout.mask[:, :-1]], dim=1)
         hidden: Tensor = decoder(

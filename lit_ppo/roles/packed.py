@@ -104,8 +104,10 @@ def attach(base: Any) -> str | None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config = base.config.get_text_config()
-    own = config._attn_implementation
+    own = config._attn_implementation or ""
     if own.startswith(PREFIX):
+        return None
+    if is_flash(own):
         return None
     masks = AttentionMaskInterface()
     if own not in masks or (own != "eager" and own not in ALL_ATTENTION_FUNCTIONS):
@@ -116,23 +118,37 @@ def attach(base: Any) -> str | None:
     return None
 
 
-def packed_states(decoder: Callable[..., Any], ids: Tensor, layout: Layout) -> Tensor:
+def is_flash(name: str) -> bool:
+    """Whether an attention implementation is a flash-attn package or kernel, which runs packed batches by itself."""
+    return name.startswith("flash_attention") or "/" in name
+
+
+def packed_states(decoder: Callable[..., Any], ids: Tensor, layout: Layout, own: str) -> Tensor:
     """Run an attached model's decoder over the real tokens of a micro-batch.
 
     Args:
         decoder: Turns ids into hidden states.
         ids: (B, P + R) int64 prompt and response ids.
         layout: Of the micro-batch.
+        own: The model's attention implementation.
 
     Returns:
         (T, H) last hidden states.
     """
+    packing = layout.packing
+    extra: dict[str, Any]
+    if is_flash(own):
+        longest = max(packing.lengths)
+        extra = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), packing.bounds)  # transformers' own names
+        extra |= dict.fromkeys(("max_length_q", "max_length_k"), longest)
+        extra["attention_mask"] = None
+    else:  # a mask of four dimensions is taken as it is
+        extra = {ARGUMENT: packing, "attention_mask": ids.new_empty(1, 1, 1, 0, dtype=torch.bool)}
     hidden: Tensor = decoder(
         input_ids=ids.flatten().index_select(0, layout.tokens)[None],
-        attention_mask=ids.new_empty(1, 1, 1, 0, dtype=torch.bool),  # a mask of four dimensions is taken as it is
         position_ids=layout.positions[None],
         use_cache=False,
-        **{ARGUMENT: layout.packing},
+        **extra,
     ).last_hidden_state
     return hidden[0]
 
