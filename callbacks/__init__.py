@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lit_ppo.callbacks.oom import OOMGuard
     from lit_ppo.callbacks.progress import RolloutProgress
     from lit_ppo.callbacks.quantize import QuantizeModules, QuantizeRewardModel
+    from lit_ppo.callbacks.sample_table import SampleTable
 
 _HOMES = {
     "FreezeParameters": "freeze",
@@ -25,6 +26,7 @@ _HOMES = {
     "QuantizeModules": "quantize",
     "QuantizeRewardModel": "quantize",
     "RolloutProgress": "progress",
+    "SampleTable": "sample_table",
 }
 __all__ = [
     "FreezeParameters",
@@ -36,6 +38,7 @@ __all__ = [
     "QuantizeModules",
     "QuantizeRewardModel",
     "RolloutProgress",
+    "SampleTable",
 ]
 
 
