@@ -195,15 +195,14 @@ class LeanAdamW(MasterAdamW):
             "eps": group["eps"],
             "stochastic": self.kinds["rounding"] == "stochastic" and p.dtype == torch.bfloat16,
         }
-        rank = 0 if not isinstance(p, DTensor) else p.device_mesh.get_local_rank()
-        key = noise_key(self.kinds["seed"], step, self._numbers[p] * 65_536 + rank)
+        key = noise_key(self.kinds["seed"], step, self._numbers[p])
         rows = len(weight) if weight.dim() else 1
         at_once = rows
         if kernel is update or self.kinds["paged"]:
             at_once = max(1, PIECE // (weight.numel() // rows))
         for first in range(0, rows, at_once):
             cut = slice(first, first + at_once) if weight.dim() else ...
-            start = first * (weight.numel() // rows)
+            start = (first_row(p) + first) * (weight.numel() // rows)
             yield Piece(
                 kernel, weight[cut], grad[cut], {n: v[cut] for n, v in kept.items()}, key=key, start=start, **options
             )
@@ -261,6 +260,20 @@ def update(
         stored["exp_avg_sq"], stored["exp_avg_sq_scale"] = encode_second(second, (others >> 8).float() / 2**24)
     for name, value in stored.items():
         state[name].copy_(value)
+
+
+def first_row(p: Tensor) -> int:
+    """Return which row of a parameter this rank's part starts with: its noise does not depend on how it is cut."""
+    first = 0
+    if isinstance(p, DTensor):
+        rows, place = p.shape[0], p.device_mesh.get_coordinate()
+        assert place is not None
+        for placement, ranks, rank in zip(p.placements, p.device_mesh.shape, place, strict=True):
+            if isinstance(placement, Shard):  # as torch.chunk cuts
+                each = -(-rows // ranks)
+                first += min(rank * each, rows)
+                rows = max(0, min(each, rows - rank * each))
+    return first
 
 
 def _kernel(weight: Tensor) -> Any:

@@ -1,0 +1,101 @@
+"""LeanAdamW on sharded parameters: the noise and the blocks are those of one device, and a checkpoint reshards."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lit_ppo.optim import LeanAdamW
+from lit_ppo.optim.lean import first_row
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+SHAPES = [(33, 300), (300, 33), (70, 64)]  # 33 rows on 2 ranks: 17 and 16
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.ParameterList([torch.randn(shape).bfloat16() for shape in SHAPES])
+
+
+def train(net, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        for i, p in enumerate(net.parameters()):
+            g = torch.Generator().manual_seed(100 * step + i)
+            whole = (torch.randn(p.shape, generator=g) * 1e-2).bfloat16()
+            if hasattr(p, "to_local"):
+                mine, first = p.to_local(), first_row(p)
+                p.grad = type(p).from_local(whole[first : first + len(mine)].clone(), p.device_mesh, p.placements,
+                                            shape=p.shape, stride=p.stride())  # fmt: skip
+            else:
+                p.grad = whole
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(net):
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for p in net.parameters()]
+
+
+def make(net, **kind):
+    return LeanAdamW(net.parameters(), lr=1e-2, seed=5, **kind)
+
+
+def rank_main(rank, world, port, folder, kind):
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    net = model()
+    fully_shard(net, mesh=mesh)
+    optimizer = make(net, **kind)
+    train(net, optimizer, 3)
+    three = whole(net)
+    state = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=FULL))  # the step counter is no copy
+    train(net, optimizer, 2, start=3)
+    five = whole(net)
+    # a new run, from what was saved, here on the same ranks; one device reads it in the test
+    again = model()
+    for p, value in zip(again.parameters(), three, strict=True):
+        p.data.copy_(value)
+    fully_shard(again, mesh=mesh)
+    resumed = make(again, **kind)
+    set_optimizer_state_dict(again, resumed, state if rank == 0 else {}, options=StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True))  # fmt: skip
+    train(again, resumed, 2, start=3)
+    assert all(torch.equal(a, b) for a, b in zip(whole(again), five, strict=True))
+    if rank == 0:
+        torch.save({"three": three, "five": five, "state": state}, f"{folder}/sharded.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("state", ["8bit", "float32"])
+@pytest.mark.parametrize("rounding", ["stochastic", "master"])
+def test_sharded_is_one_device_bit_by_bit_and_reshards(tmp_path, state, rounding):
+    kind = {"state": state, "rounding": rounding}
+    port = 29_500 + 7 * ["8bit", "float32"].index(state) + 3 * ["stochastic", "master"].index(rounding)
+    mp.spawn(rank_main, (2, port, str(tmp_path), kind), nprocs=2)
+    sharded = torch.load(tmp_path / "sharded.pt", weights_only=True)
+    alone = model()
+    optimizer = make(alone, **kind)
+    train(alone, optimizer, 3)
+    assert all(torch.equal(a, b) for a, b in zip(whole(alone), sharded["three"], strict=True))
+    resumed_net = model()
+    for p, value in zip(resumed_net.parameters(), sharded["three"], strict=True):
+        p.data.copy_(value)
+    resumed = make(resumed_net, **kind)
+    set_optimizer_state_dict(resumed_net, resumed, sharded["state"], options=StateDictOptions(full_state_dict=True))
+    for net, own in ((alone, optimizer), (resumed_net, resumed)):
+        train(net, own, 2, start=3)
+        assert all(torch.equal(a, b) for a, b in zip(whole(net), sharded["five"], strict=True))
