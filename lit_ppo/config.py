@@ -167,6 +167,9 @@ class RewardConfig:
     """As in RoleConfig: none, nf4, fp4 or int8."""
     device: str | None = None
     """As in RoleConfig."""
+    device_map: str | dict[str, Any] | None = None
+    """Spread the model over several devices as transformers does: "auto", "balanced", or a device for each part by name
+    (needs accelerate). None: on one."""
     trust_remote_code: bool = False
     """As in RoleConfig."""
     revision: str | None = None
@@ -178,6 +181,11 @@ class RewardConfig:
         choice("reward", "on_error", self.on_error, ("raise", "skip"))
         choice("reward", "dtype", self.dtype, DTYPES)
         choice("reward", "quantize", self.quantize, QUANTIZE)
+        if self.device is not None and self.device_map is not None:
+            raise ValueError(
+                f"`reward.device={self.device!r}` puts the model on one device and `reward.device_map="
+                f"{self.device_map!r}` on several. Leave one of the two out."
+            )
         at_least("reward", "batch_size", self.batch_size, 1)
         at_least("reward", "max_length", self.max_length, 1)
         at_least("reward", "timeout", self.timeout, 0, strict=True)

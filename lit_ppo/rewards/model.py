@@ -46,7 +46,7 @@ class ModelReward(Reward):
         given: Any = None if isinstance(source, str) else source
         config = from_dict(RewardConfig, {**options, "source": source if given is None else ""})
         super().__init__(config, Path(config.source).absolute().name if given is None else type(given).__name__)
-        loading = {"quantize", "dtype", "attn_implementation", "trust_remote_code", "revision"}
+        loading = {"quantize", "device_map", "dtype", "attn_implementation", "trust_remote_code", "revision"}
         allowed = set(asdict(config)) - {"timeout", "options"} - (set() if given is None else loading)
         refuse_options(config, allowed, "a reward model" if given is None else "a reward model that is already built")
         self.tokenizer = tokenizer

@@ -99,6 +99,8 @@ def load_pretrained(found: Pretrained, options: RewardConfig, device: torch.devi
         extra["attn_implementation"] = options.attn_implementation
     if getattr(found.config, "quantization_config", None) is not None or "quantization_config" in extra:
         extra["device_map"] = {"": device}  # quantized weights are put where they stay
+    if options.device_map is not None:
+        extra["device_map"] = options.device_map
     try:
         with (
             no_bars(),
