@@ -2,12 +2,14 @@
 
     python benchmarks/update.py --shapes 1.5B 8B --out docs/benchmarks/update.md
     python benchmarks/update.py --shapes 1.5B --profile         # which kernels take the time
+    python benchmarks/update.py --compile RMSNorm               # what fusing such modules would give
 
-1.5B is trained whole, 8B by LoRA (rank 16, all linear layers) on a frozen bfloat16 trunk; random weights of the true
-shapes. Half of each sequence is response. `--tokens` real tokens are cut into micro-batches of `--micro` tokens; padded
-forwards run the same micro-batches. The loss is a weighted sum of log-probs, with entropies computed as in PPO; no
-optimizer step. Tokens are real ones. MFU is of 989 TFLOP/s and counts 6 (LoRA: 4) operations a token and weight of the
-matrices, the head for response tokens alone, the embedding and recomputation not.
+1.5B is trained whole, 8B by LoRA (rank 16, all linear layers) on a frozen trunk, all in bfloat16 as under
+`precision="bf16-true"`; random weights of the true shapes. Half of each sequence is response. `--tokens` real tokens
+are cut into micro-batches of `--micro` tokens; padded forwards run the same micro-batches. The loss is a weighted sum
+of log-probs, with entropies computed as in PPO; no optimizer step. Tokens are real ones. MFU is of 989 TFLOP/s and
+counts 6 (LoRA: 4) operations a token and weight of the matrices, the head for response tokens alone, the embedding and
+recomputation not.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def store_of(shape: str, device: str) -> tuple[RoleModel, str | None, float]:
     work = Work.of(model, model.config).matrices - head / 2
     if shape in ("1.5B", "135M", "tiny"):
         return RoleModel(model.requires_grad_(True)), None, 6.0 * work
-    return RoleModel(add_adapters(model, LoRAConfig(r=16), [POLICY], seed=0)).to(device), POLICY, 4.0 * work
+    adapted = add_adapters(model, LoRAConfig(r=16), [POLICY], seed=0)
+    return RoleModel(adapted).to(device, model.dtype), POLICY, 4.0 * work
 
 
 def batch_of(lengths: list[int], vocab: int, device: str) -> Rollout:
@@ -107,6 +110,7 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=16_384)
     parser.add_argument("--mean", type=int, default=512, help="mean length of a sequence")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compile", nargs="*", default=[], help="classes (ends of their names) to compile one by one")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -116,7 +120,8 @@ def main() -> None:
         "# The update",
         "",
         f"{where}, torch {torch.__version__}; `benchmarks/update.py` says what is counted. {args.tokens:,} tokens in",
-        f"sequences of {args.mean} in the mean, micro-batches of {args.micro:,}; `varying` lengths go from 1 to 8.",
+        f"sequences of {args.mean} in the mean, micro-batches of {args.micro:,}; `varying` lengths go from 1 to 8."
+        + f" Compiled: {', '.join(args.compile)}." * bool(args.compile),
         "",
         "| model | lengths | forwards | tokens/s | MFU | peak GiB |",
         "|---|---|---|---|---|---|",
@@ -125,6 +130,9 @@ def main() -> None:
     for shape in args.shapes:
         store, adapter, cost = store_of(shape, device)
         view = RoleView(store.train(), "logprobs", adapter)
+        for module in store.modules():
+            if type(module).__name__.endswith(tuple(args.compile)) and args.compile:
+                module.compile(dynamic=True)
         for kind in ("equal", "varying"):
             whole = batch_of(lengths_of(kind, args.tokens, args.mean), SHAPES[shape][1]["vocab_size"], device)
             sizes = [sum(size) for size in whole.on_host()]

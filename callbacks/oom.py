@@ -81,7 +81,8 @@ class OOMGuard(Callback):
 
     Metrics:
         - `oom/events`: errors recovered from, so far.
-        - `oom/micro_batch`: rows in one forward of the last step; on several ranks, the most of any.
+        - `oom/micro_batch`: rows in one forward of the last step (tokens, if the module cuts its batches by tokens); on
+          several ranks, the most of any.
 
     Example::
 

@@ -133,6 +133,21 @@ def test_a_shared_trunk_packed_equals_it_padded():
         torch.testing.assert_close(views[2](rollout)[0], reference, rtol=1e-4, atol=2e-5)
 
 
+def test_a_trunk_in_four_bits_packed_equals_it_padded():
+    pytest.importorskip("bitsandbytes")
+    from lit_ppo.callbacks._bitsandbytes import linear_layers, quantize_
+
+    model = make("llama").requires_grad_(False)
+    options = dict(double_quant=True, compute_dtype=torch.float32, device=None, probe=False)
+    quantize_(model, linear_layers(model, ["lm_head"]), mode="nf4", **options)
+    store = RoleModel(add_adapters(model, LoRAConfig(r=4), [POLICY], seed=0))
+    view = RoleView(store, "logprobs", POLICY)
+    padded = outcome(view, batch())
+    assert store.pack() is None
+    assert store.packing_fails() is None
+    assert_close(outcome(view, batch()), padded)
+
+
 def switch_of_transformers(store):
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the new and the old one
     next(getattr(store.base, name) for name in names if hasattr(store.base, name))({"use_reentrant": False})
