@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -34,3 +35,11 @@ def clean_state():
     torch.set_grad_enabled(True)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def fast_collections():
+    """Every recovery from an out-of-memory collects garbage, of which imported libraries are none."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+import quiet
 import torch
 import torchmetrics
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -209,19 +210,12 @@ def texts(rows=12, batch_size=4, seed=1):
 
 def trainer(*callbacks, **kwargs):
     defaults = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "num_sanity_val_steps": 0,
         "limit_val_batches": 0,
         "use_distributed_sampler": False,
         "log_every_n_steps": 1,
     }
-    return Trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
+    return quiet.trainer(*callbacks, **(defaults | kwargs))
 
 
 def fit(make, data, *callbacks, ckpt_path=None, **kwargs):

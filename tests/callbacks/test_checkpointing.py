@@ -2,6 +2,7 @@ import copy
 import warnings
 
 import pytest
+import quiet
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, WeightAveraging
@@ -94,15 +95,7 @@ def llama(layers=3):
 
 
 def trainer(*callbacks, **kwargs):
-    options = {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    made = Trainer(**(options | kwargs), callbacks=list(callbacks))
+    made = quiet.trainer(*callbacks, **kwargs)
     made.callbacks_calls = lambda: sum(c._engine.calls for c in callbacks if isinstance(c, GradientCheckpointing))
     return made
 
@@ -115,9 +108,7 @@ def fit(module, data, *callbacks, val=None, **kwargs):
 
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated"),
 ]
 VECTORS = DataLoader(
     [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)], batch_size=None

@@ -12,8 +12,6 @@ sys.path.insert(0, str(HERE))
 from ddp_models import CASES, Net, callbacks, shards  # noqa: E402
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated"),
     pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode"),
 ]
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -22,8 +23,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lit_ppo.callbacks import FreezeParameters, GradientCheckpointing, OOMGuard, QuantizeModules
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated"),
     pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
 ]
@@ -54,18 +53,6 @@ class Net(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
-
-
-def trainer(*callbacks, **kwargs):
-    options = {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(**(options | kwargs), callbacks=list(callbacks))
 
 
 def fit(module, *callbacks, **kwargs):

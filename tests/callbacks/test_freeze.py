@@ -2,8 +2,9 @@ import operator
 import warnings
 
 import pytest
+import quiet
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
@@ -12,8 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lit_ppo.callbacks import FreezeParameters, GradientCheckpointing
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended"),
     pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode"),
@@ -68,17 +67,9 @@ FIRST = {f"layers.0.{i}.{n}" for i in (0, 1) for n in ("weight", "bias")}
 
 def fit(module, *callbacks, data=DATA, ckpt_path=None, **kwargs):
     seed_everything(7, verbose=False)
-    options = {
-        "max_epochs": 3,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = Trainer(**(options | kwargs), callbacks=list(callbacks))
-    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
-    return trainer
+    made = quiet.trainer(*callbacks, **({"max_epochs": 3} | kwargs))
+    made.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+    return made
 
 
 def net(**kwargs):

@@ -1,6 +1,5 @@
 """OOMGuard on modules that know nothing of it: errors at every point, and the weights of the undisturbed run."""
 
-import gc
 import json
 import os
 import socket
@@ -35,20 +34,11 @@ from lit_ppo.callbacks import OOMGuard
 from lit_ppo.memory.retry import OutOfMemoryReport
 from lit_ppo.memory.undo import release_memory
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The '.*_dataloader' does not have many workers",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`",
-    "ignore:You are using the `dataloader_iter` step flavor",
-    "ignore:.*LeafSpec.*:FutureWarning",  # torch 2.13, from within Lightning
-)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _fast_collections():
-    """Every recovery collects garbage, of which imported libraries are none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = [
+    pytest.mark.usefixtures("fast_collections"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor"),
+]
 
 
 class Logged(Callback):

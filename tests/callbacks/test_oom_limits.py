@@ -1,6 +1,5 @@
 """OOMGuard: what a dry run leaves alone, what a cut changes, which options and errors it knows, what its page shows."""
 
-import gc
 import re
 from pathlib import Path
 
@@ -30,19 +29,10 @@ from lit_ppo.callbacks import OOMGuard
 from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.memory.undo import is_out_of_memory
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The '.*_dataloader' does not have many workers",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`",
-    "ignore:.*LeafSpec.*:FutureWarning",  # torch 2.13, from within Lightning
-)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _fast_collections():
-    """Every recovery collects garbage, of which imported libraries are none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = [
+    pytest.mark.usefixtures("fast_collections"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
 
 
 class Taught(Linear):

@@ -1,7 +1,5 @@
 """The PPO module under OOMGuard: errors while sampling, scoring and updating, and the undisturbed run's weights."""
 
-import gc
-
 import pytest
 import tiny
 import torch
@@ -10,13 +8,7 @@ from lit_ppo import OptimConfig, PPOConfig, PPOLightningModule, SamplingConfig
 from lit_ppo.callbacks import OOMGuard
 from lit_ppo.memory.retry import OutOfMemoryReport
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _fast_collections():
-    """Every recovery collects garbage, of which imported libraries are none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("fast_collections")
 
 
 def train(tmp_path, failures, *callbacks):

@@ -1,7 +1,6 @@
 """OOMGuard and what steps keep: weights of pieces, policies, metrics, random numbers, copies of a module."""
 
 import copy
-import gc
 import weakref
 
 import pytest
@@ -25,19 +24,10 @@ from torch.utils.data import DataLoader, Dataset
 from lit_ppo.callbacks import OOMGuard
 from lit_ppo.memory.retry import OutOfMemoryReport
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The '.*_dataloader' does not have many workers",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`",
-    "ignore:.*LeafSpec.*:FutureWarning",  # torch 2.13, from within Lightning
-)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _fast_collections():
-    """Every recovery collects garbage, of which imported libraries are none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = [
+    pytest.mark.usefixtures("fast_collections"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
 
 
 class Masked(Linear):

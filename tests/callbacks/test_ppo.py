@@ -9,10 +9,7 @@ from lit_ppo.callbacks import FreezeParameters, GradientCheckpointing, QuantizeM
 from lit_ppo.callbacks._bitsandbytes import quantized_layers
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated"),
     pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # by PEFT
     pytest.mark.filterwarnings("ignore:.*sampl.*"),
 ]
 LAYOUTS = {

@@ -3,9 +3,10 @@ import importlib.util
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, LlamaConfig
@@ -18,8 +19,6 @@ bnb = pytest.importorskip("bitsandbytes")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated"),
     pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
@@ -73,18 +72,6 @@ class Ranker(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.policy.parameters(), 0.01)
-
-
-def trainer(*callbacks, **kwargs):
-    options = {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(**(options | kwargs), callbacks=list(callbacks))
 
 
 def ranker(**kwargs):

@@ -15,8 +15,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "callbacks.md").read_text()
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "add_one_callback.py"))
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated"),
     pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode"),
     pytest.mark.filterwarnings("ignore:.*no logger configured.*"),
 ]

@@ -1,6 +1,5 @@
 """The policy: undo, cut, try again, and the same result."""
 
-import gc
 import random
 import weakref
 from contextlib import contextmanager
@@ -16,13 +15,7 @@ from lit_ppo.memory.report import memory_report
 from lit_ppo.memory.retry import OOMPolicy, OutOfMemoryReport, retry
 from lit_ppo.memory.undo import Snapshot, batch_dependent_layers, is_out_of_memory
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _fast_collections():
-    """Every recovery collects garbage, of which imported libraries are none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("fast_collections")
 
 
 def out_of_memory(*_):
