@@ -244,6 +244,11 @@ class Away:
             self._coming = tensor, arrived
         return self.host.nbytes if self._coming is not None else 0
 
+    def __del__(self) -> None:
+        """What was fetched and not taken gives its memory back, for use after the copy."""
+        if self._coming is not None and self._coming[1] is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._coming[1])
+
     def take(self) -> Tensor:
         """Return it, on its device; the next ones are fetched ahead."""
         let_go(self.leaving, 0)

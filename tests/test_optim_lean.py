@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import tiny
 import torch
@@ -192,6 +194,22 @@ def test_the_bytes_are_known_in_advance(state, rounding, dtype):
     for p in net.parameters():
         held = sum(v.nbytes for n, v in optimizer.state[p].items() if n != "step")
         assert held == state_bytes(p, OptimConfig(state=state, rounding=rounding))
+
+
+def test_a_trainer_does_not_find_paged_state_to_move():
+    net = matrix()
+    optimizer = LeanAdamW(net.parameters(), **OPTIONS, paged=True)
+    train(net, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = LeanAdamW(net.parameters(), **OPTIONS, paged=True)
+    resumed.load_state_dict(saved)
+    assert not resumed.state
+    again = resumed.state_dict()["state"]
+    for key, state in saved["state"].items():
+        assert all(torch.equal(again[key][name], value) for name, value in state.items())
+    resumed.load_state_dict(saved)
+    train(net, resumed, 1)
+    assert resumed.state[net.weight]["step"] == 3
 
 
 def test_states_of_other_kinds_load():

@@ -79,6 +79,7 @@ class LeanAdamW(MasterAdamW):
                 raise ValueError(f"`{name}={value!r}` must be one of {', '.join(map(repr, known))}.")
         self.kinds: dict[str, Any] = {"state": state, "rounding": rounding, "paged": paged, "seed": seed}
         self._numbers: dict[Tensor, int] = {}
+        self._waiting: dict[Tensor, dict[str, Any]] = {}
         super().__init__(params, lr, betas, eps, weight_decay)
 
     @override
@@ -105,17 +106,28 @@ class LeanAdamW(MasterAdamW):
         Args:
             state_dict: What `state_dict` returned. Its tensors are not shared with this optimizer.
         """
-        torch.optim.Optimizer.load_state_dict(self, state_dict)  # rounds: only its groups are kept
+        # Its groups alone: torch would round the state, and put it on the GPU.
+        torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": {}})
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         ours = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, p in zip(saved, ours, strict=True):
             self.state.pop(p, None)
+            self._waiting.pop(p, None)
             if given := state_dict["state"].get(key):
                 state = self._allocate(p)
                 state["step"].fill_(float(given["step"]))
                 if "master" in state and "master" in given:
                     local(state["master"]).copy_(local(given["master"]))
                 self._adopt(p, state, given)
+                if self.kinds["paged"]:  # out of the sight of a trainer, which moves what it finds to the GPU
+                    self._waiting[p] = self.state.pop(p)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, also what was loaded and not yet used."""
+        self.state.update(self._waiting)
+        self._waiting.clear()
+        return super().state_dict()
 
     def _adopt(self, p: Tensor, state: dict[str, Any], given: dict[str, Any]) -> None:
         """Copy moments, or convert them."""
@@ -133,6 +145,8 @@ class LeanAdamW(MasterAdamW):
 
     @override
     def _allocate(self, p: Tensor) -> dict[str, Any]:
+        if p in self._waiting:
+            self.state[p] = self._waiting.pop(p)
         state = self.state[p]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU, where reading it costs nothing
@@ -147,7 +161,7 @@ class LeanAdamW(MasterAdamW):
             state["master"] = self._zeros(p, p.shape, torch.float32)
             local(state["master"]).copy_(local(p))
         if self.kinds["paged"]:
-            for name, value in state.items():  # a checkpoint's state was put on the GPU by the trainer
+            for name, value in state.items():  # someone may have put it on the GPU
                 if name != "step" and local(value).is_cuda:
                     state[name] = self._zeros(p, value.shape, value.dtype)
                     local(state[name]).copy_(local(value))
