@@ -379,6 +379,16 @@ def test_a_window_of_the_whole_sequence_needs_no_mask():
     torch.testing.assert_close(masked[:, :, :4], masked_attention(q, q, q, None, AttentionSpec(1.0))[:, :, :4])
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_operator_of_the_gpu_takes_these_arguments_and_is_differentiable(window):
+    """Shapes alone: on the meta device nothing is computed."""
+    tensors, packing = packed_case([6, 1, 4], 4, 2, 64, torch.bfloat16, "meta")
+    out = packed._flash(*tensors, packing, AttentionSpec(0.1, window))
+    assert out.shape == tensors[0].shape
+    grads = torch.autograd.grad(out.sum(), tensors)
+    assert [g.shape for g in grads] == [x.shape for x in tensors]
+
+
 # ---------------------------------------------------------------------------------------------------------- on CUDA
 
 
@@ -391,13 +401,27 @@ def test_attention_on_cuda(dtype, heads, kv_heads, dim, spec):
     assert packed._flash_serves(tensors[0], tensors[2], spec) == (dtype != torch.float32 and spec.softcap is None)
     out = packed.attend(*tensors, packing, spec)
     expected = reference_attention(*tensors, packing.lengths, spec)
-    limit = 1e-2 if dtype != torch.float32 else 1e-3
+    rounding = 1e-2 if spec.softcap is None else 5e-2  # capped scores are computed in the dtype
+    limit = rounding if dtype != torch.float32 else 1e-3
     assert (out.double() - expected).norm() < limit * expected.norm()
     weights = torch.randn_like(expected)
     ours = torch.autograd.grad((out.double() * weights).sum(), tensors)
     theirs = torch.autograd.grad((expected * weights).sum(), tensors)
     for a, b in zip(ours, theirs, strict=True):
         assert (a.double() - b.double()).norm() < 2 * limit * b.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [1, 2]])
+def test_sequences_of_one_token_on_cuda(lengths):
+    tensors, packing = packed_case(lengths, 6, 2, 64, torch.bfloat16, "cuda")
+    out = packed.attend(*tensors, packing, AttentionSpec(0.125))
+    expected = reference_attention(*tensors, lengths, AttentionSpec(0.125))
+    assert (out.double() - expected).norm() < 1e-2 * expected.norm()
+    ours = torch.autograd.grad(out.double().square().sum(), tensors)
+    theirs = torch.autograd.grad(expected.square().sum(), tensors)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.double() - b.double()).norm() < 3e-2 * theirs[2].double().norm()
 
 
 @pytest.mark.gpu

@@ -259,5 +259,6 @@ def fused_logprobs(
     autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
     rows = max(1, chunk_elements // head.out_features)
+    rows -= rows % 128 if rows > 128 else 0  # whole tiles of the matrix products
     logprobs, entropies = _FusedHead.apply(hidden, weight, head.bias, targets, tempering, entropy, rows, dtype)
     return logprobs, entropies if entropy else None
