@@ -323,7 +323,10 @@ def test_options_of_the_command_line_count(capsys):
     assert "need --config" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda p: p.name)
+EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*.yaml")) if "lit-ppo fit" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_the_examples_are_clean(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     small = ["--model.actor", tiny.folder(), "--model.sampling.max_new_tokens=6", "--trainer.accelerator=cpu"]
