@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lit_ppo import checkpoint, preflight
 from lit_ppo.algo.cut import by_sequences, by_tokens
+from lit_ppo.checks import check_optimizer
 from lit_ppo.config import AdamConfig, LoRAConfig, from_dict
 from lit_ppo.hooks import after_configure_model
 from lit_ppo.memory.retry import OOMPolicy
@@ -171,6 +172,7 @@ class Harness(LightningModule):
         groups = [
             {"params": [p for _, p in self.trained[options["name"]]], **options} for options in self.group_options
         ]
+        check_optimizer(self, {p.dtype for group in groups for p in group["params"]})
         optimizer = build_optimizer(groups, self.optim, self.seed)
         scheduler = schedule(optimizer, self.optim, lambda: preflight.total_iterations(self))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "name": "lr"}}

@@ -38,25 +38,23 @@ def check_effect(module: PPOHarness) -> None:
         )
 
 
-def check_optimizer(module: Harness, plan: RolePlan) -> None:
+def check_optimizer(module: Harness, dtypes: set[torch.dtype]) -> None:
     """Check that the optimizer's state can be held as configured, by the kind of weights and by the strategy.
 
     Args:
         module: Has the options; its sharding is known.
-        plan: What will be loaded.
+        dtypes: Of the weights that are trained.
 
     Raises:
         ValueError: It cannot, or an option would have no effect.
     """
     optim, sharding, device = module.optim, module.sharding, module.target_device
-    if optim.rounding == "stochastic":
-        dtypes = trained_dtypes(plan, device)
-        if torch.bfloat16 not in dtypes or torch.float16 in dtypes:
-            found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-            raise ValueError(
-                f"`optim.rounding='stochastic'` is for bfloat16 weights, and what is trained is {found}. Leave it out, "
-                'or train in bfloat16: `Trainer(precision="bf16-true")`.'
-            )
+    if optim.rounding == "stochastic" and (torch.bfloat16 not in dtypes or torch.float16 in dtypes):
+        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise ValueError(
+            f"`optim.rounding='stochastic'` is for bfloat16 weights, and what is trained is {found}. Leave it out, "
+            'or train in bfloat16: `Trainer(precision="bf16-true")`.'
+        )
     if optim.state == "8bit" and sharding.flat:
         raise ValueError(
             "`optim.state='8bit'` scales the blocks of a matrix's rows, and FSDP1 flattens the matrices: such a state "

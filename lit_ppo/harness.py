@@ -109,7 +109,8 @@ class PPOHarness(Harness):
         """Check everything that can be checked before a weight is loaded."""
         super().setup(stage)
         if stage == "fit":
-            checks.check_optimizer(self, replace(preflight.plan(self), true_dtype=preflight.true_dtype(self)))
+            plan = replace(preflight.plan(self), true_dtype=preflight.true_dtype(self))
+            checks.check_optimizer(self, checks.trained_dtypes(plan, self.target_device))
 
     def build(self, *, empty: bool) -> Roles:
         """Load the models and return the roles; with `empty`, on the meta device what another rank loads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -13,6 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from lit_ppo import OptimConfig, PPOLightningModule
+from lit_ppo.checks import check_optimizer
 from lit_ppo.optim import LeanAdamW, MasterAdamW, build_optimizer, codes, lean, state_bytes
 
 KINDS = [("8bit", "stochastic"), ("8bit", "master"), ("float32", "stochastic"), ("float32", "master")]
@@ -335,6 +337,26 @@ def test_what_cannot_work_is_said_before_weights_are_loaded(tmp_path, monkeypatc
     )
     with pytest.raises(ValueError, match=message):
         tiny.fit(tmp_path, module, **trainer)
+
+
+@pytest.mark.parametrize(
+    ("options", "flat", "message"),
+    [
+        ({"state": "8bit"}, True, "`optim.state='8bit'` scales the blocks of a matrix's rows, and FSDP1 flattens"),
+        ({"paged": True}, False, "a sharding strategy keeps the state with its shards"),
+    ],
+)
+def test_what_a_sharding_strategy_cannot_hold(options, flat, message):
+    module = SimpleNamespace(
+        optim=OptimConfig(**options),
+        sharding=SimpleNamespace(flat=flat, sharded=True),
+        target_device=torch.device("cuda"),
+        trainer=SimpleNamespace(strategy=None),
+    )
+    with pytest.raises(ValueError, match=message):
+        check_optimizer(module, {torch.bfloat16})
+    module.sharding = SimpleNamespace(flat=False, sharded=False)
+    check_optimizer(module, {torch.bfloat16})
 
 
 def test_a_lean_fit(tmp_path):

@@ -250,7 +250,7 @@ class StageModule(Harness):
         """Check everything that can be checked before a weight is loaded."""
         super().setup(stage)
         if stage == "fit":
-            checks.check_optimizer(self, self.plan())
+            checks.check_optimizer(self, checks.trained_dtypes(self.plan(), self.target_device))
 
     def check_ranks(self) -> None:
         """Check that all ranks run the same thing."""
