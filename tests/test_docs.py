@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import stages
 import tiny
 import yaml
 
@@ -52,7 +53,9 @@ def commands() -> list[pytest.param]:
         found += [pytest.param(line, id=f"{block.id} {line}") for line in lines if line.startswith("lit-ppo")]
     for path in sorted((ROOT / "examples").rglob("*.yaml")):
         lines = re.findall(
-            r"^#.*?(lit-ppo (?:fit|validate|test|predict|generate|export|plan) .*)$", path.read_text(), re.M
+            r"^#.*?(lit-ppo (?:sft |reward |ppo )?(?:fit|validate|test|predict|generate|export|plan) .*)$",
+            path.read_text(),
+            re.M,
         )
         found += [pytest.param(line, id=f"{path.name} {line}") for line in lines]
     return found
@@ -67,6 +70,12 @@ def project(tmp_path, monkeypatch):
     sys.modules.pop("examples", None)  # another test's copy
     sys.modules.pop("examples.rewards", None)
     return tmp_path
+
+
+def stage_of(given: dict) -> list[str]:
+    """What a command line of these options begins with: options of a stage's own tell it."""
+    model = given.get("model", {})
+    return ["sft"] if "sft" in model else ["reward"] if "ranking" in model else []
 
 
 def accepts(argv: list[str]) -> None:
@@ -101,8 +110,10 @@ def test_every_yaml_is_accepted(text, project, capsys):
     if not {"model", "data", "trainer", "seed_everything"} & given.keys():
         given = {"model": given}  # a part of a module's options
     Path("page.yaml").write_text(yaml.safe_dump(given))
-    actor = [] if "actor" in given.get("model", {}) else ["--model.actor=some-model"]
-    accepts(["fit", "--config", "page.yaml", *actor])
+    stage = stage_of(given)
+    role = "reward" if stage == ["reward"] else "actor"
+    source = [] if role in given.get("model", {}) else [f"--model.{role}=some-model"]
+    accepts([*stage, "fit", "--config", "page.yaml", *source])
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -138,3 +149,17 @@ def test_the_quickstart_trains_and_what_follows_works(project, capsys):
     assert main(["generate", "--ckpt=outputs/quickstart", "--prompt", "w1", "--max-new-tokens=3"]) == 0
     assert main(["export", "--ckpt=outputs/quickstart", "--to=my-model"]) == 0
     assert Path("my-model/model.safetensors").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:Of . pairs of:UserWarning")  # the tiny tokenizer knows few words
+def test_the_stages_train_one_after_the_other(project, capsys):
+    """The commands of docs/three_stages.md, on a model that fits a test."""
+    small = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--data.max_length=null"]
+    run = ["sft", "fit", "--config", "examples/sft.yaml", *small, "--trainer.max_epochs=1"]
+    assert main([*run, "--model.actor", tiny.folder(), f"--data.chat_template={stages.TEMPLATE}"]) == 0
+    assert main(["export", "--ckpt=outputs/sft", "--to=outputs/sft-model"]) == 0
+    assert main(["reward", "fit", "--config", "examples/reward_model.yaml", *small]) == 0
+    assert main(["export", "--ckpt=outputs/reward", "--to=outputs/reward-model"]) == 0
+    more = ["--model.actor=outputs/sft-model", "--model.reward=outputs/reward-model", "--trainer.max_epochs=1"]
+    more += ["--model.sampling.max_new_tokens=4", *small[:2]]
+    assert main(["ppo", "fit", "--config", "examples/quickstart.yaml", *more]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -473,3 +474,14 @@ def test_the_whole_road_on_the_command_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["sft", "fit", "--model.optim.lrr=1"])
     assert "Did you mean `model.optim.lr`?\n`lit-ppo sft fit --help` lists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_every_logged_metric_is_in_the_glossary(tmp_path, kind):
+    known = set(re.findall(r"`([\w/<>]+)`", (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()))
+    module = getattr(stages, kind)()
+    data = stages.data(module, test=stages.answers(3) if kind == "sft" else stages.pairs(3))
+    trainer = stages.fit(tmp_path, module, data)
+    logged = set(trainer.callback_metrics)
+    trainer.test(module, data, verbose=False)
+    assert logged | set(trainer.callback_metrics) <= known | {"loss"}  # which is for the progress bar alone
