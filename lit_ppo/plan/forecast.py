@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from lit_ppo.plan.roles import Line, fake_model, fake_roles, layers_of, pretend, weight_bytes
+from lit_ppo.optim import state_bytes
+from lit_ppo.plan.roles import HEADS, fake_model, fake_roles, layers_of, pretend, weight_bytes
 from lit_ppo.plan.setup import Model, Setup
 from lit_ppo.plan.stand_ins import quantize
-from lit_ppo.plan.trace import (
-    Step,
-    prefill,
-    rewarding,
-    rows_of,
-    sampling,
-    scoring,
-    training_step,
-)
+from lit_ppo.plan.trace import Step, prefill, rewarding, rows_of, sampling, scoring, training_step
+from lit_ppo.sharding.units import layers
 
 PHASES = ("load", "rollout", "score", "update", "save")
 WORKSPACE = 32 * 2**20
@@ -80,26 +75,27 @@ class Forecast:
             if model is not None and not (role == "critic" and s.shared):
                 found[role] = self._store(role, model)
         for name, (model, _) in s.rewards.items():
-            found[name] = self._frozen(model, classifier=True)
+            found[name] = self._frozen(model)
         return found
 
     def _store(self, role: str, model: Model) -> Store:
-        layers = layers_of(model.config)
-        numbers = []
-        for depth in self.depths:
-            roles = self._roles(depth)
-            view = getattr(roles, role)
-            trained = self._trained(roles, role)
-            numbers.append(
-                (
-                    weight_bytes(view.store),
-                    sum(p.numel() * p.element_size() for p in trained),
-                    sum(self._state(p) for p in trained),
-                    self._unit(view),
-                )
-            )
-        values = [Line.through(*zip(self.depths, pair, strict=True)).at(layers) for pair in zip(*numbers, strict=True)]
-        weights, gradients, state, unit = values
+        roles = self._roles()
+        view = getattr(roles, role)
+        trained = self._trained(roles, role)
+        stack = [layer for _, _, layer in layers(view.store)]
+        inside = {id(p) for p in stack[0].parameters()}
+        others = inside.union(*({id(p) for p in layer.parameters()} for layer in stack))
+        more = layers_of(model.config) - 1
+
+        def total(count: Callable[[Any], int]) -> int:
+            """One layer's share times the layers, and the rest."""
+            return count(lambda p: id(p) not in others) + (1 + more) * count(lambda p: id(p) in inside)
+
+        weights = total(lambda which: weight_bytes(view.store, which))
+        gradients = total(lambda which: sum(p.numel() * p.element_size() for p in trained if which(p)))
+        state = total(lambda which: sum(self._state(p) for p in trained if which(p)))
+        one = weight_bytes(view.store, lambda p: id(p) in inside)
+        unit = 2 * one + weight_bytes(view.store, lambda p: id(p) not in others)
         largest = max((p.numel() for p in trained), default=0)
         n = self.setup.ranks if self.setup.family == "fsdp" and model.sharded else 1
         if role == "reference" and model.quantize != "none":
@@ -108,18 +104,16 @@ class Forecast:
             -(-weights // n), -(-gradients // n), -(-state // n), -(-largest // n), unit if n > 1 else 0, weights
         )
 
-    def _frozen(self, model: Model, *, classifier: bool) -> Store:
-        """A model that is loaded for itself, whole on each rank."""
+    def _frozen(self, model: Model) -> Store:
+        """A reward model, whole on each rank."""
         numbers = []
-        for depth in self.depths:
-            made = fake_model(model, depth, classifier=classifier)
+        for depth in (1, 2):
+            made = fake_model(model, depth, classifier=True)
             if model.quantize != "none":
-                from lit_ppo.plan.roles import HEADS
-
                 made.packed = {id(layer.weight) for layer in quantize(made, HEADS)}
                 made.mode = model.quantize
-            numbers.append((depth, weight_bytes(made)))
-        weights = Line.through(*numbers).at(layers_of(model.config))
+            numbers.append(weight_bytes(made))
+        weights = numbers[0] + (numbers[1] - numbers[0]) * (layers_of(model.config) - 1)
         return Store(weights, 0, 0, 0, 0, weights)
 
     def _trained(self, roles: Any, role: str) -> list[Any]:
@@ -128,41 +122,26 @@ class Forecast:
         return [p for name in (("actor", "critic") if both else (role,)) for _, p in groups.get(name, ())]
 
     def _state(self, parameter: Any) -> int:
-        optim = self.setup.optim
-        try:
-            from lit_ppo.optim import state_bytes
-        except ImportError:
-            return parameter.numel() * (12 if parameter.element_size() < 4 else 8)
-        return state_bytes(parameter, optim)
-
-    def _unit(self, view: Any) -> int:
-        """Bytes of the root unit and of two layers: what FSDP holds whole while it computes."""
-        from lit_ppo.sharding.units import layers
-
-        stack = [layer for _, _, layer in layers(view.store)]
-        inside = {id(p) for layer in stack for p in layer.parameters()}
-        one = sum(p.numel() * p.element_size() for p in stack[0].parameters())
-        return 2 * one + weight_bytes(view.store, lambda p: id(p) not in inside)
+        return state_bytes(parameter, self.setup.optim)
 
     @property
-    def depths(self) -> tuple[int, int]:
-        """Where to trace."""
-        step = self.setup.checkpointing or 1
-        first = max(2, step)
-        return first, first + step
+    def depth(self) -> int:
+        """Layers of what is traced."""
+        return (1 if self.setup.lora is None else 2) + (self.setup.checkpointing or 1)
 
-    def _roles(self, depth: int) -> Any:
+    def _roles(self) -> Any:
         s = self.setup
         key = (
             "roles",
-            depth,
+            self.depth,
             s.shared,
             repr(s.lora),
             s.precision,
-            *(_key(m) for m in (s.actor, s.critic, s.reference)),
+            s.ppo.packing,
+            *map(_key, (s.actor, s.critic, s.reference)),
         )
         if key not in self.traces:
-            self.traces[key] = fake_roles(s, depth)
+            self.traces[key] = fake_roles(s, self.depth)
         return self.traces[key]
 
     # -------------------------------------------------------------------------------------------------- the traces
@@ -170,12 +149,14 @@ class Forecast:
     def step(self, role: str) -> Step:
         """Trace a role's forward and backward."""
         s = self.setup
+        if role == "critic" and s.shared:  # the same trunk with another adapter, and next to no head
+            actor = self.step("actor")
+            return Step(actor.kept, actor.peaks | {"forward": actor.kept, "head": actor.kept})
         key = ("step", role, *self._same(role), s.micro, s.prompt, s.sampling.max_new_tokens, s.checkpointing,
                s.offload_activations)  # fmt: skip
         if key not in self.traces:
             self.traces[key] = training_step(
-                lambda depth: getattr(self._roles(depth), role),
-                self.depths,
+                getattr(self._roles(), role),
                 rows_of(s.micro, s.prompt, s.sampling.max_new_tokens),
                 autocast=self.autocast,
                 checkpoint=s.checkpointing,
@@ -188,7 +169,7 @@ class Forecast:
         s = self.setup
         key = ("score", role, *self._same(role), rows, s.prompt, s.sampling.max_new_tokens)
         if key not in self.traces:
-            view = getattr(self._roles(self.depths[0]), role)
+            view = getattr(self._roles(), role)
             self.traces[key] = scoring(view, rows_of(rows, s.prompt, s.sampling.max_new_tokens), autocast=self.autocast)
         return self.traces[key]
 
@@ -218,7 +199,7 @@ class Forecast:
     def _held(self, phase: str) -> dict[str, int]:
         """What is there before the phase does anything."""
         s, parts = self.setup, {}
-        users = {"reference": ("score",), "reward": ("score",)}
+        users = {"reference": ("score",), "reward": ("score",), "critic": ("score", "update")}
         models = {"actor": s.actor, "critic": s.critic, "reference": s.reference} | {
             n: m for n, (m, _) in s.rewards.items()
         }
@@ -255,28 +236,25 @@ class Forecast:
         rows = max(1, min(s.ppo.rollout_batch_size or s.episodes, s.episodes))
         dtype = self.autocast or s.actor.dtype
         token = kv_bytes(config, dtype)
+        layer = rows * token // layers_of(config)
         if s.ppo.rollout_engine == "hf" or s.family == "fsdp":
-            line = [(d, self._prefill(d, rows, s.prompt, cache=True)) for d in self.depths]
-            first = Line.through(*line).at(layers_of(config))
-            last = rows * s.length * token + rows * s.length * token // layers_of(config) // 2
-            last = max(last, rows * s.length * token + self._sampled(rows, config.vocab_size, dtype))
-            parts["KV cache"] = rows * s.prompt * token if first > last else rows * s.length * token
+            first = self._prefill(rows, s.prompt, cache=True) + (layers_of(config) - self.depth) * layer * s.prompt
+            last = rows * s.length * token + max(layer * s.length // 2, self._sampled(rows, config.vocab_size, dtype))
+            parts["KV cache"] = rows * token * (s.prompt if first > last else s.length)
             parts["decoding"] = max(first, last) - parts["KV cache"]
         else:
             width = -(-s.length // 64) * 64
             slots = rows if rows <= 256 else 256 + 64
             parts["KV cache"] = (slots + 1) * width * token
             tokens = min(rows * s.prompt, max(32768, s.prompt))
-            parts["decoding"] = self._prefill(self.depths[0], 1, tokens, cache=False) + WORKSPACE
+            parts["decoding"] = self._prefill(1, tokens, cache=False) + WORKSPACE
         return Phase(parts)
 
-    def _prefill(self, depth: int, rows: int, length: int, *, cache: bool) -> int:
-        key = ("prefill", _key(self.setup.actor), depth, rows, length, cache)
+    def _prefill(self, rows: int, length: int, *, cache: bool) -> int:
+        key = ("prefill", _key(self.setup.actor), self.depth, rows, length, cache)
         if key not in self.traces:
-            made = pretend(fake_model(self.setup.actor, depth))
+            made = pretend(fake_model(self.setup.actor, self.depth))
             if self.setup.actor.quantize != "none":
-                from lit_ppo.plan.roles import HEADS
-
                 quantize(made, HEADS)
             self.traces[key] = prefill(made, rows, length, cache=cache)
         return self.traces[key]
@@ -304,40 +282,38 @@ class Forecast:
     def _rewarded(self, name: str, model: Model, rows: int) -> int:
         key = ("reward", name, _key(model), rows, self.setup.length)
         if key not in self.traces:
-            made = pretend(fake_model(model, self.depths[0], classifier=True))
+            made = pretend(fake_model(model, 2, classifier=True))
             if model.quantize != "none":
-                from lit_ppo.plan.roles import HEADS
-
                 quantize(made, HEADS)
             self.traces[key] = rewarding(made, rows, self.setup.length)
         return self.traces[key]
 
     def _update(self) -> Phase:
         s, held = self.setup, self._held("update")
-        layers = {"actor": layers_of(s.actor.config)}
+        depths = {"actor": layers_of(s.actor.config)}
         roles = ["actor"]
         if s.critic is not None:
             roles.append("critic")
-            layers["critic"] = layers_of(s.critic.config)
+            depths["critic"] = layers_of(s.critic.config)
         gradients = {role: self._gradients(role) for role in roles}
         several = s.minibatch > s.micro
         moments: list[tuple[int, int]] = []  # gradients and activations
         kept = 0
         forwards = []
         for role in roles:
-            step, n = self.step(role), layers[role]
+            step, n = self.step(role), depths[role]
             forwards.append((role, kept + step.peaks["forward"].at(n)))
             kept += step.kept.at(n)
         if getattr(s.ppo, "sequential_roles", False):
             for role in roles:
-                step, n, own = self.step(role), layers[role], gradients[role]
+                step, n, own = self.step(role), depths[role], gradients[role]
                 moments += [(own, max(p.at(n) for p in step.peaks.values())), (own, self._stepping(role))]
         else:
             everything = sum(gradients.values())
             moments += [(everything if several else 0, size) for _, size in forwards]
             done, alive = 0, kept
             for role in reversed(roles):  # the backward goes through the last forward first
-                step, n, own = self.step(role), layers[role], gradients[role]
+                step, n, own = self.step(role), depths[role], gradients[role]
                 alive -= step.kept.at(n)
                 for segment in ("head", "top", "bottom"):
                     had = everything if several else done + (own if segment == "bottom" else 0)

@@ -42,9 +42,10 @@ def levers(config: dict[str, Any], read: Callable[[dict[str, Any]], Setup], now:
         changed = copy.deepcopy(config)
         change(changed)
         try:
-            lever.peak = Forecast(read(changed), now.traces).peak
+            setup = read(changed)
         except ValueError:  # two options that exclude each other
             continue
+        lever.peak = Forecast(setup, now.traces).peak
         lever.saved = now.peak - lever.peak
         if lever.saved >= WORTH:
             found.append(lever)

@@ -30,12 +30,6 @@ class Line:
         """Return it for so many layers."""
         return round(self.base + self.slope * layers)
 
-    @staticmethod
-    def through(a: tuple[int, float], b: tuple[int, float]) -> Line:
-        """Return the line through two points (layers, number)."""
-        slope = (b[1] - a[1]) / (b[0] - a[0])
-        return Line(a[1] - slope * a[0], slope)
-
 
 def layers_of(config: Any) -> int:
     """Return how many decoder layers a configuration asks for."""

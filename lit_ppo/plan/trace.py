@@ -1,8 +1,8 @@
-"""Peaks of forwards and backwards, from fake tensors: real code of the roles at two small depths, extrapolated."""
+"""Peaks of forwards and backwards, from fake tensors: the roles' real code on a few layers, extrapolated to all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -29,7 +29,8 @@ class Step:
     kept: Line
     """Alive between forward and backward."""
     peaks: dict[str, Line]
-    """By segment."""
+    """By segment. All but the last grow with the layers as `kept` does; in the last no other layer's activations are
+    left."""
 
 
 def rows_of(count: int, prompt: int, new: int) -> Rollout:
@@ -48,55 +49,40 @@ def rows_of(count: int, prompt: int, new: int) -> Rollout:
 
 
 def training_step(
-    make: Callable[[int], Any],
-    depths: tuple[int, int],
-    rollout: Rollout,
-    *,
-    autocast: torch.dtype | None,
-    checkpoint: int | None,
-    offload: float | None,
+    view: Any, rollout: Rollout, *, autocast: torch.dtype | None, checkpoint: int | None, offload: float | None
 ) -> Step:
     """Trace one role's part of a micro-batch.
 
     Args:
-        make: From a depth to the role's view, whose trained parameters require gradients.
-        depths: To trace at; both at least 2.
+        view: The role, as a fake model, with more layers than `checkpoint`, and one besides where the embedding is
+            frozen: the first layer then keeps less than the others.
         rollout: The micro-batch.
         autocast: Under `torch.autocast` to this dtype.
         checkpoint: Recompute every n-th layer.
         offload: MiB from which saved tensors are not on the GPU.
     """
-    found = [_training_step(make(depth), rollout, autocast, checkpoint, offload) for depth in depths]
-    (segments, kept), (more, more_kept) = found
-    return Step(
-        Line.through((depths[0], kept), (depths[1], more_kept)),
-        {name: Line.through((depths[0], segments[name]), (depths[1], more[name])) for name in SEGMENTS},
-    )
-
-
-def _training_step(
-    view: Any, rollout: Rollout, autocast: torch.dtype | None, checkpoint: int | None, offload: float | None
-) -> tuple[dict[str, int], int]:
     store = view.store.train()
     stack = [layer for _, _, layer in layers(store)]
     handles = []
     with tracing() as tracker, kernels(), _autocast(autocast):
         tracker.ignore(store)
+        after: list[int] = []  # bytes alive after each layer of the forward
         forward = [True]
 
         def watch(place: str) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 out = output[0] if isinstance(output, tuple) else output
-                if forward[0] and out.requires_grad:
-                    out.register_hook(lambda grad: tracker.mark(place))
+                if forward[0]:
+                    after.append(tracker.live)
+                    if out.requires_grad:
+                        out.register_hook(lambda grad: tracker.mark(place))
 
             return hook
 
         for i, layer in enumerate(stack):
             place = "bottom" if i == 0 else "top" if i == len(stack) - 1 else "middle"
             handles.append(layer.register_forward_hook(watch(place)))
-            if checkpoint is not None:
-                _recompute(layer, store, i % checkpoint == 0)
+            _recompute(layer, store, checkpoint is not None and i % checkpoint == 0)
         for parameter in store.parameters():
             if parameter.requires_grad:
                 handles.append(parameter.register_post_accumulate_grad_hook(_drop))
@@ -110,10 +96,14 @@ def _training_step(
         kept = tracker.live
         tracker.mark("head")
         loss.backward()
-        segments = dict(tracker.finish())
+        segments = tracker.finish()
     for handle in handles:
         handle.remove()
-    return {name: segments.get(name, 0) for name in SEGMENTS}, kept
+    depth = len(stack)
+    span = checkpoint or 1
+    slope = (after[-1] - after[-1 - span]) / span
+    peaks = {name: Line(segments.get(name, 0) - slope * depth, slope) for name in SEGMENTS[:-1]}
+    return Step(Line(kept - slope * depth, slope), peaks | {"bottom": Line(segments.get("bottom", 0), 0)})
 
 
 def scoring(view: Any, rollout: Rollout, *, autocast: torch.dtype | None) -> int:
