@@ -513,7 +513,8 @@ def held() -> int:
 
 
 def free() -> None:
-    """Give back what nobody holds."""
+    """Give back what nobody holds; the last recorder holds a trainer, and so its models."""
+    Recorder.last = None
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
