@@ -27,6 +27,7 @@ from lit_ppo import (
     PreferenceDataModule,
     PromptDataModule,
     RankingConfig,
+    RoleConfig,
     SamplingConfig,
     SFTConfig,
     SFTDataModule,
@@ -485,3 +486,12 @@ def test_every_logged_metric_is_in_the_glossary(tmp_path, kind):
     logged = set(trainer.callback_metrics)
     trainer.test(module, data, verbose=False)
     assert logged | set(trainer.callback_metrics) <= known | {"loss"}  # which is for the progress bar alone
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_a_trunk_in_4_bits_by_its_role(tmp_path, kind):
+    pytest.importorskip("bitsandbytes")
+    module = getattr(stages, kind)(RoleConfig(source=tiny.folder(), quantize="nf4"), lora=LoRAConfig(r=4))
+    trainer = stages.fit(tmp_path, module, max_epochs=2)
+    assert math.isfinite(float(trainer.callback_metrics["val/loss"]))
+    assert any("4bit" in type(p).__name__ for p in module.parameters())

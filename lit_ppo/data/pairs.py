@@ -155,6 +155,7 @@ class PreferenceDataModule(SetsDataModule):
             raise ValueError("`chat_template` has no effect: no pair is of chats.")
         self.max_length = max_length
         self._reference: list[Turns] | None = None
+        self._referred: tuple[Any, list[Turns]] | None = None
         if reference is not None:
             rows = read_rows(reference, "reference", encoding)
             self._reference = [self._parse_reference(row, where) for where, row in rows]
@@ -246,13 +247,15 @@ class PreferenceDataModule(SetsDataModule):
         Raises:
             ValueError: No answer of `reference` fits `max_length`.
         """
-        found = self._reference
-        if found is None:
+        if self._reference is None:
             sets = self._ready.get("train") or next(iter(self._ready.values()), [])
             found = [pair.chosen for pair in sets]
         else:
-            fits = [self._tokenize(turns) for turns in found]
-            found = [turns for turns, fit in zip(found, fits, strict=True) if fit or self.overlong == "cut"]
+            if self._referred is None or self._referred[0] is not self._tokenizer:
+                fits = [self._tokenize(turns) or self.overlong == "cut" for turns in self._reference]
+                kept = [turns for turns, fit in zip(self._reference, fits, strict=True) if fit]
+                self._referred = (self._tokenizer, kept)
+            found = self._referred[1]
             if not found:
                 raise ValueError(f"Every answer of `reference` is longer than `max_length={self.max_length}` tokens.")
         step = max(1, len(found) / count)
