@@ -61,7 +61,7 @@ def run(argv: list[str], module_class: type[Any] | None = None, data_class: type
     shapes = _Shapes(args.model_config)
 
     def read(changed: dict[str, Any]) -> Any:
-        return read_setup(changed, shapes, gpus=gpus.count, strategy=args.strategy)
+        return read_setup(changed, shapes, gpus=gpus.count, strategy=args.strategy, card=gpus.usable)
 
     forecast = Forecast(read(config))
     found = None if args.no_levers else levers(config, read, forecast)

@@ -17,8 +17,10 @@ from lit_ppo.plan.trace import Step, prefill, rewarding, rows_of, sampling, scor
 from lit_ppo.sharding.units import layers
 
 PHASES = ("load", "rollout", "score", "update", "save")
-WORKSPACE = 32 * 2**20
-"""What cuBLAS takes from torch's allocator on a recent GPU, once a stream."""
+WORKSPACE = 128 * 2**20
+"""What cuBLAS takes from torch's allocator on a recent GPU: 32 MiB a handle, for two libraries and two threads."""
+KEPT = 0.1
+"""Share of the card up to which the graph engine keeps its KV memory through the other phases."""
 CHUNK = 2**26
 """Elements that `MasterAdamW` updates at once."""
 GIB = 2**30
@@ -212,8 +214,22 @@ class Forecast:
         state = sum(store.state for store in self.stores.values())
         if state and not self._paged and not (s.offload_optimizer and phase != "update"):
             parts["optimizer"] = state
+        kept = s.family != "fsdp" and 0 < self._slots <= KEPT * s.card
+        if kept and phase in ("score", "update", "save"):
+            parts["KV cache"] = self._slots
         parts["workspace"] = WORKSPACE
         return parts
+
+    @property
+    def _slots(self) -> int:
+        """Bytes of the graph engine's KV memory; 0 with another engine."""
+        s = self.setup
+        if s.ppo.rollout_engine == "hf":
+            return 0
+        rows = max(1, min(s.ppo.rollout_batch_size or s.episodes, s.episodes))
+        width = -(-s.length // 64) * 64
+        slots = rows if rows <= 256 else 256 + 64
+        return (slots + 1) * width * kv_bytes(s.actor.config.get_text_config(), self.autocast or s.actor.dtype)
 
     @property
     def _paged(self) -> bool:
@@ -237,17 +253,15 @@ class Forecast:
         dtype = self.autocast or s.actor.dtype
         token = kv_bytes(config, dtype)
         layer = rows * token // layers_of(config)
-        if s.ppo.rollout_engine == "hf" or s.family == "fsdp":
+        if s.ppo.rollout_engine == "hf":
             first = self._prefill(rows, s.prompt, cache=True) + (layers_of(config) - self.depth) * layer * s.prompt
             last = rows * s.length * token + max(layer * s.length // 2, self._sampled(rows, config.vocab_size, dtype))
             parts["KV cache"] = rows * token * (s.prompt if first > last else s.length)
             parts["decoding"] = max(first, last) - parts["KV cache"]
         else:
-            width = -(-s.length // 64) * 64
-            slots = rows if rows <= 256 else 256 + 64
-            parts["KV cache"] = (slots + 1) * width * token
+            parts["KV cache"] = self._slots
             tokens = min(rows * s.prompt, max(32768, s.prompt))
-            parts["decoding"] = self._prefill(1, tokens, cache=False) + WORKSPACE
+            parts["decoding"] = self._prefill(1, tokens, cache=False)
         return Phase(parts)
 
     def _prefill(self, rows: int, length: int, *, cache: bool) -> int:
@@ -342,7 +356,7 @@ class Forecast:
             return 2 * 2**24 * 12 if self._paged else 0
         at_once = min(max(CHUNK, store.largest), store.trained)
         half = self.setup.precision in ("bf16-true", "16-true")
-        return (8 + 4 * half) * at_once
+        return (4 + 4 * half) * at_once  # a denominator, and a gradient in float32
 
 
 def kv_bytes(config: Any, dtype: torch.dtype) -> int:

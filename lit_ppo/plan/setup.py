@@ -63,6 +63,8 @@ class Setup:
     """Responses of an iteration, on this rank."""
     ranks: int = 1
     family: str = "one"
+    card: int = 80 * 2**30
+    """Bytes of the GPU."""
     checkpointing: int | None = None
     """Every n-th layer is recomputed; None: none is."""
     offload_activations: float | None = None
@@ -100,6 +102,7 @@ def read_setup(
     *,
     gpus: int = 1,
     strategy: str | None = None,
+    card: int = 80 * 2**30,
 ) -> Setup:
     """Read a configuration as LightningCLI has it: `model`, `data`, `trainer`.
 
@@ -108,6 +111,7 @@ def read_setup(
         shapes: From role and source to a transformers configuration.
         gpus: Of the run.
         strategy: one, ddp or fsdp; None: as the trainer's.
+        card: Bytes of each.
 
     Raises:
         ValueError: A source whose configuration cannot be read, or a strategy that is not known.
@@ -170,7 +174,7 @@ def read_setup(
     setup = Setup(
         actor, critic, reference, rewards, ppo, sampling, optim, lora, shared, precision, int(prompt),
         episodes=-(-int(data.get("batch_size") or 512) * sampling.samples_per_prompt // gpus), ranks=gpus,
-        family=family, notes=notes,
+        family=family, card=card, notes=notes,
     )  # fmt: skip
     for name, options in callbacks:
         _apply(setup, name, options)

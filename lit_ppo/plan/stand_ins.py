@@ -72,9 +72,17 @@ def _packed_module() -> Any:
     return import_module("lit_ppo.roles.packed") if find_spec("lit_ppo.roles.packed") else None
 
 
-def _flash_packed(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    """(T, H, D) -> (T, H, D)."""
-    out: Any = _Flash.apply(*(x.transpose(0, 1)[None] for x in (q, k, v)))
+def _flash_packed(q: Tensor, k: Tensor, v: Tensor, packing: Any, *_: Any) -> Tensor:
+    """(T, H, D) -> (T, H, D); in float32 a call a sequence, with a key and a value for every query head."""
+    if q.dtype != torch.float32:
+        return _attend(q, k, v)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    parts = zip(*(x.split(packing.lengths) for x in (q, k, v)), strict=True)
+    return torch.cat([_attend(*part) for part in parts])
+
+
+def _attend(*parts: Tensor) -> Tensor:
+    out: Any = _Flash.apply(*(x.transpose(0, 1)[None] for x in parts))
     return out[0]
 
 

@@ -1,0 +1,42 @@
+"""The forecast against what an H200 allocated: the rows that `benchmarks/memory.py --grid` has stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from lit_ppo.plan.forecast import GIB, Forecast
+from lit_ppo.plan.setup import read_setup
+
+FILE = Path(__file__).parent.parent / "docs" / "benchmarks" / "memory_grid.jsonl"
+ROWS = {row["name"]: row for row in map(json.loads, FILE.read_text().splitlines()) if "measured" in row}
+CARD = int(139.8 * GIB)
+QUICK = 4
+"""Rows that are looked at every time; the others are slow."""
+
+
+def forecast(row: dict[str, Any]) -> Forecast:
+    models = {}
+    for name, fields in row["models"].items():
+        fields = dict(fields)
+        models[name] = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return Forecast(read_setup(row["config"], lambda role, source: models[source.source], card=CARD))
+
+
+def error(row: dict[str, Any]) -> float:
+    """Forecast over measured peak, minus 1."""
+    measured = row["measured"]["allocated"]
+    phases = forecast(row).phases
+    return max(phases[name].total for name in measured) / GIB / max(measured.values()) - 1
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), max(1, len(ROWS) // QUICK)])
+def test_nine_of_ten_peaks_are_forecast_within_a_tenth(every):
+    errors = {name: error(row) for name, row in list(ROWS.items())[::every]}
+    wrong = {name: f"{e:+.1%}" for name, e in errors.items() if abs(e) > 0.1}
+    assert len(wrong) <= len(errors) / 10, wrong
