@@ -15,8 +15,8 @@ from lit_ppo.data import PromptDataModule
 from lit_ppo.experience import Prompts
 from lit_ppo.output import check_output
 from lit_ppo.ranks import check_device, check_same, gather
-from lit_ppo.roles.build import RolePlan, check_source, plan_roles
-from lit_ppo.roles.sources import context_length, load_tokenizer, model_config
+from lit_ppo.roles.build import RolePlan, check_source, plan_roles, read_config
+from lit_ppo.roles.sources import context_length, load_tokenizer
 from lit_ppo.rollout.base import Sampling, resolve_sampling
 
 if TYPE_CHECKING:
@@ -268,14 +268,14 @@ def load_own_tokenizer(module: Harness, given: Any) -> Any:
         return load_tokenizer(given)
     role = next(iter(module.sources))
     source = check_source(role, module.sources[role])
-    if source is None:
+    if source is None or (isinstance(source, RoleConfig) and source.source is None):
         raise ValueError(f"`{role}` is missing: give a folder, a Hugging Face id, or a transformers model.")
+    read_config(role, source)  # if there is nothing at all, that is the better explanation
     if isinstance(source, nn.Module):
         path = getattr(source, "name_or_path", "")
         if not path:
             raise ValueError(f"`{role}` is a model without a path, so its tokenizer is unknown: pass `tokenizer=`.")
         return load_tokenizer(path)
-    model_config(role, source)  # if there is nothing at all, that is the better explanation
     assert source.source is not None
     return load_tokenizer(source.source, trust_remote_code=source.trust_remote_code, revision=source.revision)
 

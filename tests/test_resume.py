@@ -78,7 +78,9 @@ def metrics(folder: Path, marker: str = "objective/scores") -> dict[int, dict[st
             for row in csv.DictReader(lines):
                 if row.get(marker):
                     rows[int(row["step"])] = {
-                        k: v for k, v in row.items() if v and not k.startswith("time/") and k != "rollout/tokens_per_s"
+                        k: v
+                        for k, v in row.items()
+                        if v and not k.startswith("time/") and not k.endswith("tokens_per_s")
                     }
     return rows
 

@@ -155,9 +155,8 @@ def plan_roles(
                     f'`{name}` has a source of its own, but with `layout="shared"` it is a view of the actor\'s trunk. '
                     f'Leave `{name}` out, or use `layout="separate"`.'
                 )
-    configs = {
-        n: read_config(n, s) for n, s in sources.items() if s is not None and _needed(n, has_critic, has_reference)
-    }
+    loads = {"actor": True, "critic": has_critic, "reference": has_reference}
+    configs = {n: read_config(n, s) for n, s in sources.items() if s is not None and loads[n]}
     for name, source in sources.items():
         if name in configs and isinstance(source, RoleConfig):
             check_architecture(name, configs[name], critic=name == "critic")
@@ -335,11 +334,8 @@ def sourceless(source: Any) -> bool:
     return isinstance(source, RoleConfig) and source.source is None
 
 
-def _needed(name: str, has_critic: bool, has_reference: bool) -> bool:
-    return {"actor": True, "critic": has_critic, "reference": has_reference}[name]
-
-
 def read_config(name: str, source: RoleConfig | nn.Module) -> Any:
+    """Return the transformers configuration of a role's source."""
     """Return the transformers configuration of a role's source."""
     if isinstance(source, RoleConfig):
         return model_config(name, source)
