@@ -187,6 +187,16 @@ def device_use(device: torch.device) -> Use:
     )
 
 
+def available(use: Use) -> int:
+    """Return the bytes that this process can still allocate, its own limit considered.
+
+    Args:
+        use: Of a CUDA device.
+    """
+    free = use.free + use.reserved - use.allocated
+    return min(free, use.limit - use.allocated) if use.limit else free
+
+
 def process_use() -> tuple[int, int]:
     """Return the resident bytes of this process, now and at most; 0 where the system does not say."""
     try:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lit_ppo.algo.noise import base_key
 from lit_ppo.experience import Prompts, Rollout
+from lit_ppo.memory.ledger import available, device_use
 from lit_ppo.roles.model import RoleView
 from lit_ppo.rollout.base import Draw, RolloutEngine, Sampling
 from lit_ppo.rollout.board import INDEX, LENGTH, REQUEST, SLOT, STEP, TOKEN, Board, Cutter, to_host
@@ -382,8 +383,7 @@ class GraphEngine(RolloutEngine):
 
     def _affordable(self, slot_bytes: int) -> int:
         """Return how many slots the free memory holds."""
-        free, _ = torch.cuda.mem_get_info(self.policy.device)
-        free += torch.cuda.memory_reserved(self.policy.device) - torch.cuda.memory_allocated(self.policy.device)
+        free = available(device_use(self.policy.device))
         slots = int(self.memory_fraction * free / slot_bytes) - 1
         if slots < 1:
             raise torch.OutOfMemoryError(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lit_ppo import LoRAConfig, PPOLightningModule, SamplingConfig
-from lit_ppo.memory.ledger import Holding, Ledger, Use, device_of, device_use, holdings, process_use, take
+from lit_ppo.memory.ledger import Holding, Ledger, Use, available, device_of, device_use, holdings, process_use, take
 from lit_ppo.memory.report import memory_report
 
 CPU = torch.device("cpu")
@@ -76,6 +76,15 @@ def test_four_bit_weights_count_their_constants():
     [row] = holdings(owner, CPU)
     assert row.weights == 128 * 256 // 2 + constants
     assert row.frozen == row.weights
+
+
+def test_what_can_still_be_allocated_ends_at_the_limit_of_the_process():
+    use = Use(allocated=30, reserved=40, free=60, device=100)
+    assert available(use) == 70
+    use.limit = 50
+    assert available(use) == 20
+    use.limit = 200
+    assert available(use) == 70
 
 
 def test_the_process_says_what_it_uses():
