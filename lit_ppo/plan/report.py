@@ -39,8 +39,10 @@ def report(forecast: Forecast, gpus: Gpus, found: list[Lever] | None, title: str
     if found:
         lines += ["", "lever                                            saves, GiB   then, GiB   cost"]
         lines += [f"{x.line:<48} {x.saved / GIB:>10.2f} {x.peak / GIB:>11.2f}   {x.cost}" for x in found]
-    fitting = [name for name, size in CARDS.items() if forecast.peak <= (size - CONTEXT) * GIB * (1 - TIGHT)]
-    lines += ["", f"Fits: {', '.join(fitting) or 'none of the known cards'}."]
+    known = sorted(CARDS.items(), key=lambda card: card[1])
+    fitting = [name for name, size in known if forecast.peak <= (size - CONTEXT) * GIB * (1 - TIGHT)]
+    rest = f", and {len(fitting) - 4} larger ones" if len(fitting) > 4 else ""
+    lines += ["", f"Cards that it fits: {', '.join(fitting[:4]) or 'none that is known'}{rest}."]
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,11 @@ def read_setup(
     )  # fmt: skip
     for name, options in callbacks:
         _apply(setup, name, options)
+    if family == "fsdp" and optim.paged:
+        setup.optim = replace(optim, paged=False)
+        notes.append("`optim.paged` is refused under FSDP, whose state stays with its shards: counted without it.")
+    if family == "fsdp" and any(m is not None and m.offload and m.sharded for m in (setup.critic, setup.reference)):
+        notes.append("`OffloadRoles` refuses roles that are cut over ranks; the forecast takes them as offloaded.")
     return setup
 
 
