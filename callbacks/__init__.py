@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lit_ppo.callbacks.activations import OffloadActivations
     from lit_ppo.callbacks.checkpointing import GradientCheckpointing
+    from lit_ppo.callbacks.export_hf import ExportHF
     from lit_ppo.callbacks.freeze import FreezeParameters
     from lit_ppo.callbacks.memory_report import MemoryReport
     from lit_ppo.callbacks.offload import OffloadRoles
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from lit_ppo.callbacks.sample_table import SampleTable
 
 _HOMES = {
+    "ExportHF": "export_hf",
     "FreezeParameters": "freeze",
     "GradientCheckpointing": "checkpointing",
     "MemoryReport": "memory_report",
@@ -29,6 +31,7 @@ _HOMES = {
     "SampleTable": "sample_table",
 }
 __all__ = [
+    "ExportHF",
     "FreezeParameters",
     "GradientCheckpointing",
     "MemoryReport",

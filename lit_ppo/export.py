@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_ppo.config import PPOConfig, SamplingConfig, choice, from_dict
+from lit_ppo.hf_folder import check_target, no_bars, save_adapter, write_folder
 from lit_ppo.roles.adapters import tuner_layers
-from lit_ppo.roles.loading import no_bars
 from lit_ppo.roles.sources import first_line
 from lit_ppo.sharding.folders import read_folder
 
@@ -85,74 +83,18 @@ def export(
         raise ValueError(f'`role="{role}"` has a trained head, which is no part of an adapter: use `merge` as well.')
     if merge and not adapted:
         raise ValueError(f"`merge`: the {role} was trained without adapters. Leave it out.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        folder = scratch / "export"
-        with no_bars():
-            if not adapted or merge:
-                model = merged(view.store.base, str(view.adapter)) if merge else view.store.model
-                with module.finished(model):
-                    model.save_pretrained(folder)
-            else:
-                _save_adapter(view.store.model, view.adapter, source, folder)
+
+    def write(folder: Path) -> None:
+        if not adapted or merge:
+            model = merged(view.store.base, str(view.adapter)) if merge else view.store.model
+            with module.finished(model):
+                model.save_pretrained(folder)
+        else:
+            save_adapter(view.store.model, view.adapter, folder)
         module.tokenizer.save_pretrained(folder)
-        if target.exists():
-            os.replace(target, scratch / "old")
-        os.replace(folder, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
 
-
-def check_target(directory: str | os.PathLike[str], source: str = "", overwrite: bool = False) -> None:
-    """Refuse a folder that an export would damage.
-
-    Args:
-        directory: Where an export would go.
-        source: Where the model came from, if that is known yet.
-        overwrite: Whether an earlier export may be replaced.
-
-    Raises:
-        FileExistsError: The folder is in use.
-        OSError: It cannot be made.
-    """
-    target = Path(directory)
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"`{target}` is a file. Give a folder that does not exist yet.")
-    if source and target.exists() and Path(source).exists() and os.path.samefile(target, source):
-        raise FileExistsError(f"`{target}` holds the model that the training started from. Choose another folder.")
-    if target.exists() and any(target.iterdir()):
-        if not overwrite:
-            raise FileExistsError(
-                f"`{target}` is not empty. Choose another folder, or replace an export with `overwrite`."
-            )
-        if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
-            raise FileExistsError(
-                f"`{target}` is not an export (it has no config.json), so `overwrite` leaves it alone."
-            )
-    check_folder("to", target, target.parent)
-
-
-def check_folder(option: str, path: str | os.PathLike[str], folder: Path) -> None:
-    """Make a folder and check that it can be written.
-
-    Args:
-        option: What says where to write, for the error.
-        path: As given.
-        folder: Where it is.
-
-    Raises:
-        OSError: It cannot be made or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"`{option}={str(path)!r}` cannot be written ({error.strerror} in {str(folder)!r}). Choose another folder.",
-        ) from error
+    with no_bars():
+        return write_folder(target, write)
 
 
 def merged(base: Any, adapter: str) -> Any:
@@ -196,23 +138,6 @@ def merged(base: Any, adapter: str) -> Any:
     if getattr(base, "generation_config", None) is not None:
         model.generation_config = copy.deepcopy(base.generation_config)
     return model
-
-
-def _save_adapter(model: Any, adapter: str, source: str, folder: Path) -> None:
-    """Save one adapter of a PEFT model as the only one of a folder."""
-    settings = model.peft_config[adapter]
-    before = settings.base_model_name_or_path
-    settings.base_model_name_or_path = os.path.abspath(source) if Path(source).is_dir() else source
-    try:
-        model.save_pretrained(folder, selected_adapters=[adapter])  # in a folder of the adapter's name
-    finally:
-        settings.base_model_name_or_path = before
-    for path in (folder / adapter).iterdir():
-        path.rename(folder / path.name)
-    (folder / adapter).rmdir()
-    config = getattr(model.get_base_model(), "generation_config", None)
-    if config is not None:
-        config.save_pretrained(folder)
 
 
 def load_policy(

@@ -36,7 +36,8 @@ def run(argv: list[str], **_: Any) -> None:
         argv: The command and its options.
     """
     args = parse(argv)
-    from lit_ppo.export import check_target, export, load_module, load_policy, read_checkpoint
+    from lit_ppo.export import export, load_module, load_policy, read_checkpoint
+    from lit_ppo.hf_folder import check_target
 
     check_target(args.to, overwrite=args.overwrite)
     stage = read_checkpoint(args.ckpt)["lit_ppo"].get("stage", "ppo")

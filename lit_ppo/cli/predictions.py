@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_ppo.export import check_folder
+from lit_ppo.hf_folder import check_folder
 
 
 class PredictionWriter(Callback):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lit_ppo.config import DTYPES, RoleConfig
+from lit_ppo.hf_folder import no_bars
 
 _DTYPES = {name: getattr(torch, name) for name in DTYPES if name != "auto"}
 
@@ -144,19 +145,6 @@ def _options(config: RoleConfig, dtype: torch.dtype) -> dict[str, Any]:
     if config.revision is not None:
         options["revision"] = config.revision
     return options
-
-
-@contextmanager
-def no_bars() -> Iterator[None]:
-    """Keep transformers from drawing progress bars while it reads or writes weights; downloads keep theirs."""
-    from transformers.utils import logging
-
-    shown = logging._tqdm_active  # `disable_progress_bar` would turn off the hub's as well
-    logging._tqdm_active = False
-    try:
-        yield
-    finally:
-        logging._tqdm_active = shown
 
 
 @contextmanager

@@ -1,0 +1,129 @@
+"""Folders that plain transformers or PEFT load, written whole or not at all. Knows nothing of PPO."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_WRAPPER = "_fsdp_wrapped_module."
+"""What FSDP1 puts into the names of what it wraps."""
+
+
+def write_folder(directory: str | os.PathLike[str], write: Callable[[Path], None]) -> Path:
+    """Have `write` fill a folder beside its place, then put it there; an earlier one is replaced.
+
+    Args:
+        directory: The place.
+        write: Gets a folder that does not exist yet.
+    """
+    target = Path(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        write(scratch / "export")
+        if target.exists():
+            os.replace(target, scratch / "old")
+        os.replace(scratch / "export", target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def save_adapter(model: Any, adapter: str, folder: Path, state: dict[str, Any] | None = None) -> None:
+    """Save one adapter of a PEFT model as the only one of a folder, with the generation config of its trunk.
+
+    Args:
+        model: A PEFT model.
+        adapter: Which of its adapters.
+        folder: Where.
+        state: The model's state dict, where that is not what its parameters hold (sharded ones, say).
+    """
+    settings, base = model.peft_config[adapter], model.get_base_model()
+    source, before = getattr(base, "name_or_path", ""), settings.base_model_name_or_path
+    settings.base_model_name_or_path = os.path.abspath(source) if Path(source).is_dir() else source
+    wrapped = {n.replace(_WRAPPER, ""): n for n, _ in model.named_parameters()}  # PEFT goes by its modules' names
+    given = {} if state is None else {"state_dict": {wrapped.get(key, key): value for key, value in state.items()}}
+    try:
+        model.save_pretrained(folder, selected_adapters=[adapter], **given)  # in a folder of the adapter's name
+    finally:
+        settings.base_model_name_or_path = before
+    if (folder / adapter).is_dir():  # all but the adapter "default"
+        for path in (folder / adapter).iterdir():
+            path.rename(folder / path.name)
+        (folder / adapter).rmdir()
+    file = folder / "adapter_model.safetensors"
+    if any(name != key for key, name in wrapped.items()):
+        from safetensors.torch import load_file, save_file
+
+        save_file({key.replace(_WRAPPER, ""): value for key, value in load_file(file).items()}, file, {"format": "pt"})
+    config = getattr(base, "generation_config", None)
+    if config is not None:
+        config.save_pretrained(folder)
+
+
+def check_target(directory: str | os.PathLike[str], source: str = "", overwrite: bool = False) -> None:
+    """Refuse a folder that an export would damage.
+
+    Args:
+        directory: Where an export would go.
+        source: Where the model came from, if that is known yet.
+        overwrite: Whether an earlier export may be replaced.
+
+    Raises:
+        FileExistsError: The folder is in use.
+        OSError: It cannot be made.
+    """
+    target = Path(directory)
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"`{target}` is a file. Give a folder that does not exist yet.")
+    if source and target.exists() and Path(source).exists() and os.path.samefile(target, source):
+        raise FileExistsError(f"`{target}` holds the model that the training started from. Choose another folder.")
+    if target.exists() and any(target.iterdir()):
+        if not overwrite:
+            raise FileExistsError(
+                f"`{target}` is not empty. Choose another folder, or replace an export with `overwrite`."
+            )
+        if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise FileExistsError(
+                f"`{target}` is not an export (it has no config.json), so `overwrite` leaves it alone."
+            )
+    check_folder("to", target, target.parent)
+
+
+def check_folder(option: str, path: str | os.PathLike[str], folder: Path) -> None:
+    """Make a folder and check that it can be written.
+
+    Args:
+        option: What says where to write, for the error.
+        path: As given.
+        folder: Where it is.
+
+    Raises:
+        OSError: It cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"`{option}={str(path)!r}` cannot be written ({error.strerror} in {str(folder)!r}). Choose another folder.",
+        ) from error
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Keep transformers from drawing progress bars while it reads or writes weights; downloads keep theirs."""
+    from transformers.utils import logging
+
+    shown = logging._tqdm_active  # `disable_progress_bar` would turn off the hub's as well
+    logging._tqdm_active = False
+    try:
+        yield
+    finally:
+        logging._tqdm_active = shown
