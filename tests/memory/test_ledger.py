@@ -79,12 +79,8 @@ def test_four_bit_weights_count_their_constants():
 
 
 def test_what_can_still_be_allocated_ends_at_the_limit_of_the_process():
-    use = Use(allocated=30, reserved=40, free=60, device=100)
-    assert available(use) == 70
-    use.limit = 50
-    assert available(use) == 20
-    use.limit = 200
-    assert available(use) == 70
+    for limit, expected in ((0, 70), (50, 20), (200, 70)):  # 0: none
+        assert available(Use(allocated=30, reserved=40, free=60, device=100, limit=limit)) == expected
 
 
 def test_the_process_says_what_it_uses():
