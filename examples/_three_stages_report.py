@@ -89,16 +89,17 @@ def plot(folder: Path, runs: list[str], path: Path) -> None:
         for name, color in zip(runs, COLORS, strict=False):
             table = read(name)
             kl = table.set_index("step")["objective/kl"].dropna().rolling(5, min_periods=1).mean()
-            scores = table.set_index("step")[["val/reward_proxy", "val/reward_vader"]].dropna()
+            scores = table.set_index("step")[[f"val/reward_{x}" for x in ("proxy", "vader", "textblob")]].dropna()
             scores = scores[scores.index.isin(kl.index)]
             at = kl[scores.index]
             for ax, judge in ((proxy, "val/reward_proxy"), (gold, "val/reward_vader")):
                 ax.plot(at, scores[judge], color=color, marker="o", markersize=3, label=name)
+            gold.plot(at, scores["val/reward_textblob"], color=color, linestyle="--", linewidth=1)
         proxy.set_title("3. Proxy (reward model, sd) over KL", fontsize=9, loc="left")
-        gold.set_title("3. Gold (VADER, never trained on) over KL", fontsize=9, loc="left")
+        gold.set_title("3. Gold (VADER; dashed: TextBlob) over KL", fontsize=9, loc="left")
         for ax in (proxy, gold):
             ax.set_xlabel("KL to the policy of SFT, nats a text")
-            ax.legend(frameon=False, fontsize=8, loc="lower right")
+        proxy.legend(frameon=False, fontsize=8, loc="lower right")
         for ax in (loss, accuracy, proxy, gold):
             ax.grid(alpha=0.25)
         figure.savefig(path, dpi=130)
