@@ -200,6 +200,12 @@ class Forecast:
 
     def _held(self, phase: str) -> dict[str, int]:
         """What is there before the phase does anything."""
+        parts = self._resident(phase)
+        kept = self.setup.family != "fsdp" and 0 < self._slots <= KEPT * self.setup.card
+        return parts | ({"KV cache": self._slots} if kept and phase in ("score", "update", "save") else {})
+
+    def _resident(self, phase: str) -> dict[str, int]:
+        """Weights and optimizer state that are on the GPU in a phase."""
         s, parts = self.setup, {}
         users = {"reference": ("score",), "reward": ("score",), "critic": ("score", "update")}
         models = {"actor": s.actor, "critic": s.critic, "reference": s.reference} | {
@@ -214,22 +220,25 @@ class Forecast:
         state = sum(store.state for store in self.stores.values())
         if state and not self._paged and not (s.offload_optimizer and phase != "update"):
             parts["optimizer"] = state
-        kept = s.family != "fsdp" and 0 < self._slots <= KEPT * s.card
-        if kept and phase in ("score", "update", "save"):
-            parts["KV cache"] = self._slots
         parts["workspace"] = WORKSPACE
         return parts
 
-    @property
+    @cached_property
     def _slots(self) -> int:
-        """Bytes of the graph engine's KV memory; 0 with another engine."""
+        """Bytes of the graph engine's KV memory, which it cuts to what is free; 0 with another engine."""
         s = self.setup
         if s.ppo.rollout_engine == "hf":
             return 0
         rows = max(1, min(s.ppo.rollout_batch_size or s.episodes, s.episodes))
-        width = -(-s.length // 64) * 64
         slots = rows if rows <= 256 else 256 + 64
-        return (slots + 1) * width * kv_bytes(s.actor.config.get_text_config(), self.autocast or s.actor.dtype)
+        one = -(-s.length // 64) * 64 * kv_bytes(s.actor.config.get_text_config(), self.autocast or s.actor.dtype)
+        free = (
+            s.card - sum(self._resident("rollout").values()) - (self.stores["actor"].whole if s.family == "fsdp" else 0)
+        )
+        affordable = max(1, int(0.8 * free / one) - 1)
+        if affordable < slots:
+            s.notes.append(f"The rollout decodes {affordable} sequences at once: so many fit into the memory left.")
+        return (min(slots, affordable) + 1) * one
 
     @property
     def _paged(self) -> bool:
