@@ -242,7 +242,7 @@ class Forecast:
 
     @property
     def _paged(self) -> bool:
-        return bool(getattr(self.setup.optim, "paged", False))
+        return self.setup.optim.paged
 
     def _load(self) -> Phase:
         parts = {name: size for name, size in self._held("load").items() if name.startswith("weights")}
@@ -327,7 +327,7 @@ class Forecast:
             step, n = self.step(role), depths[role]
             forwards.append((role, kept + step.peaks["forward"].at(n)))
             kept += step.kept.at(n)
-        if getattr(s.ppo, "sequential_roles", False):
+        if s.ppo.sequential_roles:
             for role in roles:
                 step, n, own = self.step(role), depths[role], gradients[role]
                 moments += [(own, max(p.at(n) for p in step.peaks.values())), (own, self._stepping(role))]
@@ -358,13 +358,12 @@ class Forecast:
     def _stepping(self, role: str) -> int:
         """What a step of the optimizer takes beside its state."""
         store = self.stores["actor" if self.setup.shared else role]
-        lean = getattr(self.setup.optim, "state", "float32") != "float32" or (
-            getattr(self.setup.optim, "rounding", "master") != "master" or self._paged
-        )
+        optim = self.setup.optim
+        lean = optim.state != "float32" or optim.rounding != "master" or optim.paged
         if lean:
             return 2 * 2**24 * 12 if self._paged else 0
-        at_once = min(max(CHUNK, store.largest), store.trained)
         half = self.setup.precision in ("bf16-true", "16-true")
+        at_once = min(max(CHUNK, store.largest), store.trained // (2 if half else 4))
         return (4 + 4 * half) * at_once  # a denominator, and a gradient in float32
 
 

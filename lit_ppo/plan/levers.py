@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from lit_ppo.config import OptimConfig, PPOConfig, RewardConfig, RoleConfig
 from lit_ppo.plan.forecast import Forecast
 from lit_ppo.plan.setup import Setup
 
@@ -92,7 +91,7 @@ def _candidates(config: dict[str, Any], s: Setup) -> Iterator[tuple[Lever, Calla
             Lever(f"model.ppo.rollout_batch_size: {rollout // 2}", "a slower rollout"),
             put("model.ppo.rollout_batch_size", rollout // 2),
         )
-    if _has(PPOConfig, "sequential_roles") and s.critic is not None and not getattr(s.ppo, "sequential_roles", False):
+    if s.critic is not None and not s.ppo.sequential_roles:
         yield (
             Lever("model.ppo.sequential_roles: true", "nothing in the result; hardly any time"),
             put("model.ppo.sequential_roles", True),
@@ -103,20 +102,18 @@ def _candidates(config: dict[str, Any], s: Setup) -> Iterator[tuple[Lever, Calla
             put("trainer.precision", "bf16-true"),
         )
     bf16 = s.precision == "bf16-true"
-    if _has(OptimConfig, "state"):
-        if s.optim.state == "float32":
-            yield Lever("model.optim.state: 8bit", "Adam's moments in 8 bits"), put("model.optim.state", "8bit")
-        if s.optim.rounding == "master" and bf16:
-            yield (
-                Lever("model.optim.rounding: stochastic", "noise in the weights in place of float32 copies"),
-                put("model.optim.rounding", "stochastic"),
-            )
-        if not s.optim.paged and s.family != "fsdp":
-            yield (
-                Lever("model.optim.paged: true", "time in each optimizer step: the state passes over PCIe"),
-                put("model.optim.paged", True),
-            )
-    quantizable = _has(RoleConfig, "quantize")
+    if s.optim.state == "float32":
+        yield Lever("model.optim.state: 8bit", "Adam's moments in 8 bits"), put("model.optim.state", "8bit")
+    if s.optim.rounding == "master" and bf16:
+        yield (
+            Lever("model.optim.rounding: stochastic", "noise in the weights in place of float32 copies"),
+            put("model.optim.rounding", "stochastic"),
+        )
+    if not s.optim.paged and s.family != "fsdp":
+        yield (
+            Lever("model.optim.paged: true", "time in each optimizer step: the state passes over PCIe"),
+            put("model.optim.paged", True),
+        )
     if s.lora is None:
 
         def adapters(target: dict[str, Any]) -> None:
@@ -128,13 +125,13 @@ def _candidates(config: dict[str, Any], s: Setup) -> Iterator[tuple[Lever, Calla
             Lever("model.layout: shared, model.lora: {r: 16}", "adapters: a larger learning rate, a smaller change"),
             adapters,
         )
-    elif quantizable and s.actor.quantize == "none":
+    elif s.actor.quantize == "none":
         yield (
             Lever("model.actor.quantize: nf4", "a 4-bit trunk: some accuracy, and a slower rollout"),
             put("model.actor.quantize", "nf4"),
         )
     if s.reference is not None:
-        if quantizable and s.reference.quantize == "none":
+        if s.reference.quantize == "none":
             yield (
                 Lever("model.reference.quantize: nf4", "a KL against a 4-bit reference, which does not start at 0"),
                 put("model.reference.quantize", "nf4"),
@@ -149,7 +146,7 @@ def _candidates(config: dict[str, Any], s: Setup) -> Iterator[tuple[Lever, Calla
             Lever("trainer.callbacks: [OffloadRoles]", "frozen roles pass over PCIe once an iteration"),
             add("OffloadRoles"),
         )
-    if _has(RewardConfig, "quantize") and any(model.quantize == "none" for model, _ in s.rewards.values()):
+    if any(model.quantize == "none" for model, _ in s.rewards.values()):
 
         def quantized(target: dict[str, Any]) -> None:
             add("QuantizeRewardModel")(target)
@@ -161,7 +158,3 @@ def _candidates(config: dict[str, Any], s: Setup) -> Iterator[tuple[Lever, Calla
             Lever(f"model.sampling.max_new_tokens: {half}", "shorter responses"),
             put("model.sampling.max_new_tokens", half),
         )
-
-
-def _has(config: Any, name: str) -> bool:
-    return any(f.name == name for f in fields(config))

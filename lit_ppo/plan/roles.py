@@ -118,10 +118,8 @@ def fake_roles(setup: Setup, depth: int) -> Roles:
         if view is not None and model is not None and model.quantize != "none" and not hasattr(view.store, "packed"):
             view.store.packed = {id(layer.weight) for layer in quantize(view.store, HEADS)}
             view.store.mode = model.quantize
-    if getattr(setup.ppo, "packing", False):
-        for view in (roles.actor, roles.critic, roles.reference):
-            if view is not None and hasattr(view.store, "pack"):
-                view.store.pack()
+    if setup.ppo.packing:
+        roles.pack()
     return roles
 
 

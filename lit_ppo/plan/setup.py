@@ -85,7 +85,7 @@ class Setup:
 
     def rows(self, size: int | None, most: int) -> int:
         """Return the rows of a forward: as many as asked for, or as the budget of tokens allows."""
-        budget = getattr(self.ppo, "micro_batch_tokens", None)
+        budget = self.ppo.micro_batch_tokens
         if size is None and budget is not None:
             size = max(1, budget // self.length)
         return max(1, min(size or most, most))
@@ -131,7 +131,7 @@ def read_setup(
         options = given if isinstance(given, RoleConfig) else from_dict(RoleConfig, _as_role(given))
         dtype = resolve_dtype(options.dtype, trained=trained, device=torch.device("cuda"), true_dtype=true)
         return Model(
-            shapes(name, options), dtype, getattr(options, "quantize", "none"), options.device,
+            shapes(name, options), dtype, options.quantize, options.device,
             sharded=options.sharded is not False and options.device is None,
         )  # fmt: skip
 
@@ -146,7 +146,7 @@ def read_setup(
             continue
         as_role = {"source": reward.source, "dtype": reward.dtype, "trust_remote_code": reward.trust_remote_code}
         found = role(f"reward {reward.name or i}", as_role, trained=False)
-        found.quantize, found.device = getattr(reward, "quantize", "none"), reward.device
+        found.quantize, found.device = reward.quantize, reward.device
         if reward.dtype == "auto":
             found.dtype = torch.bfloat16
         rewards[f"reward {reward.name or Path(reward.source).name}"] = found, reward

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
@@ -49,12 +47,13 @@ def kernels() -> Iterator[None]:
     """Compute, for as long as this lasts, as on a GPU: attention by tiles, and the head's fused kernels."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from lit_ppo.roles import fused_head
+    from lit_ppo.roles import fused_head, packed
 
-    changes: list[tuple[Any, str, Any]] = [(fused_head, "kernels_for", lambda logits: _Head)]
-    packed = _packed_module()
-    if packed is not None:
-        changes += [(packed, "_flash_serves", lambda *args: True), (packed, "_flash", _flash_packed)]
+    changes: list[tuple[Any, str, Any]] = [
+        (fused_head, "kernels_for", lambda logits: _Head),
+        (packed, "_flash_serves", lambda *args: True),
+        (packed, "_flash", _flash_packed),
+    ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
@@ -66,10 +65,6 @@ def kernels() -> Iterator[None]:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
         for owner, name, value in before:
             setattr(owner, name, value)
-
-
-def _packed_module() -> Any:
-    return import_module("lit_ppo.roles.packed") if find_spec("lit_ppo.roles.packed") else None
 
 
 def _flash_packed(q: Tensor, k: Tensor, v: Tensor, packing: Any, *_: Any) -> Tensor:
