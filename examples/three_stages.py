@@ -150,6 +150,8 @@ class Road:
     def __init__(self, settings: Settings, options: argparse.Namespace) -> None:
         self.settings, self.seed, self.out = settings, options.seed, options.out
         self.reviews: Reviews = load_reviews(options.seed)
+        if options.fast:
+            self.reviews = Reviews(self.reviews.train[:400], self.reviews.held_out[:200])
         self.labels = load_labels()
         self.result: dict[str, Any] = {"seconds": {}}
 
@@ -380,7 +382,8 @@ def shorten(settings: Settings) -> Settings:
     return replace(
         settings,
         sft_epochs=1,
-        sft_batch=1024,
+        sft_batch=32,
+        sft=replace(settings.sft, micro_batch_size=None, micro_batch_tokens=None),
         pairs=64,
         iterations=2,
         batch_size=8,

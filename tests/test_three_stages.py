@@ -14,6 +14,9 @@ pytest.importorskip("vaderSentiment")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+import _demo_models  # noqa: E402
+import _demo_texts  # noqa: E402
+import stages  # noqa: E402
 import three_stages  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
@@ -34,6 +37,15 @@ def test_the_road_runs_at_toy_size(tmp_path, capsys):
     shown = capsys.readouterr().out
     for line in ("1. SFT: held-out loss", "2. Reward model:", "3. PPO, KL held:", "gold: VADER, mean"):
         assert line in shown
+
+
+def test_the_road_of_a_chat_model_runs_at_toy_size(tmp_path):
+    texts = _demo_texts.load_reviews(0).train[:400]
+    tokenizer = _demo_models.word_tokenizer(texts, 1000)
+    tokenizer.chat_template = stages.TEMPLATE
+    model = _demo_models.new_llama(tokenizer, _demo_models.Pretraining(vocabulary=1000, hidden=32), 0)
+    base = _demo_models.keep(tmp_path / "base", model, tokenizer)
+    run(tmp_path / "out", "--fast", "--model", "smollm", "--model-path", str(base))
 
 
 def test_no_stage_sees_the_reviews_that_it_is_measured_on():
