@@ -297,7 +297,7 @@ class Harness(LightningModule):
         for role, norm in found.items():
             self.means.add(f"optim/grad_norm_{role}", norm if norm.isfinite() else 0.0, float(norm.isfinite()))
         if all(norm.isfinite() for norm in found.values()):
-            if self.updated_together[-1][-1] in found:  # the step is whole
+            if any(role in found for roles in self.updated_together[-1:] for role in roles):  # the step is whole
                 self.nonfinite_in_a_row = 0
             return
         optimizer.zero_grad(set_to_none=True)  # the step that follows then changes nothing
@@ -311,6 +311,18 @@ class Harness(LightningModule):
     def uncounted_step(self, optimizer: Any) -> None:
         """Step as Lightning does (its hooks, its precision) without counting it in `global_step`."""
         self.trainer.strategy.optimizer_step(optimizer.optimizer, lambda: None)
+
+    def empty_step(self, optimizer: Any) -> None:
+        """Count a step for which there are no gradients; a GradScaler would insist on some."""
+        plugin: Any = self.trainer.precision_plugin
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None:
+            plugin.scaler = None
+        try:
+            optimizer.step()
+        finally:
+            if scaler is not None:
+                plugin.scaler = scaler
 
     def report_nonfinite(self) -> None:
         """Warn of a dropped update; stop the run when `NONFINITE_LIMIT` in a row were.

@@ -234,9 +234,10 @@ class PPOHarness(Harness):
 
     @property
     def updated_together(self) -> list[list[str]]:
-        """The roles that are trained now, one by one if so configured."""
-        roles = [role for role in self.trained if role != "actor" or self.trains_actor]
-        return [[role] for role in roles] if self.ppo.sequential_roles else [roles]
+        """The roles that are trained now, one by one if so configured; not one that something else holds frozen."""
+        thawed = [role for role, named in self.trained.items() if any(p.requires_grad for _, p in named)]
+        roles = [role for role in thawed if role != "actor" or self.trains_actor]
+        return [[role] for role in roles] if self.ppo.sequential_roles else [roles] if roles else []
 
     @property
     def roles(self) -> dict[str, nn.Module]:

@@ -155,11 +155,12 @@ class PPOLightningModule(PPOHarness):
         mask = minibatch.loss_mask
         tokens, sequences = self.reduce(torch.stack([mask.sum(), mask.any(1).sum()]).to(self.device))
         optimizer.zero_grad()
-        if not tokens:  # the rewards skipped every sample: a step without gradients, so that steps stay counted
-            optimizer.step()
+        together = self.updated_together
+        if not tokens or not together:  # the rewards skipped every sample, or callbacks have frozen every role
+            self.empty_step(optimizer)
             return
         stats: list[Sums] = []
-        *earlier, last = self.updated_together
+        *earlier, last = together
         self.dropped = False
         for roles in earlier:  # with `ppo.sequential_roles`: one role's gradients and activations at a time
             stats += self.backward_of(roles, minibatch, tokens, sequences)
