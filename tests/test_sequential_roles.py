@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lit_ppo import LoRAConfig, OptimConfig, PPOConfig, PPOLightningModule
 from lit_ppo.callbacks import OOMGuard
 
-TIMES = ("time/", "rollout/tokens_per_s", "memory/")
+TIMES = ("time/", "rollout/tokens_per_s", "update/tokens_per_s", "memory/")
 
 
 class Watch(Callback):
