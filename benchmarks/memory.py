@@ -5,11 +5,12 @@
     python benchmarks/memory.py --preset examples/presets/7b-full-80gb.yaml --rank-of 4
 
 Everything runs through the Trainer and `PPOLightningModule`. The grid builds its models on the device; its rows are
-appended to `memory_grid.jsonl`, with the whole configuration; those that are there without an error are skipped. A
-preset runs from its YAML as it stands, through `lit-ppo fit`, but for its sources: these are folders with a model of
-the same shape, written once to `--scratch`. `--cap` is a hard limit of torch's allocator (GB are 1e9 bytes).
-`--rank-of N` is rank 0 of N under FSDP2 in a fake process group, whose collectives do nothing: true memory (the
-communication library's buffers apart), meaningless numbers.
+appended to `memory_grid.jsonl`, with the whole configuration. Those that are there are skipped, but for errors and rows
+that had something `beside` them (GiB of an earlier run, which their peaks include). A preset runs from its YAML as it
+stands, through `lit-ppo fit`, but for its sources: these are folders with a model of the same shape, written once to
+`--scratch`. `--cap` is a hard limit of torch's allocator (GB are 1e9 bytes). `--rank-of N` is rank 0 of N under FSDP2
+in a fake process group, whose collectives do nothing: true memory (the communication library's buffers apart),
+meaningless numbers.
 """
 
 from __future__ import annotations
@@ -325,7 +326,7 @@ def run_grid(args: argparse.Namespace) -> None:
     """Run every case of the grid that has no row yet; a case that fails is written down with its error."""
     path = args.output / "memory_grid.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    there = {row["name"] for row in rows if "error" not in row}
+    there = {row["name"] for row in rows if not {"error", "beside"} & row.keys()}
     start = time.perf_counter()
     for entry in [small(e) for e in grid()] if args.shape == "tiny" else grid():
         if entry["name"] in there or (args.only and args.only not in entry["name"]):

@@ -28,10 +28,11 @@ def forecast(row: dict[str, Any]) -> Forecast:
 
 
 def error(row: dict[str, Any]) -> float:
-    """Forecast over measured peak, minus 1."""
+    """Forecast over measured peak, minus 1; what an earlier run had left beside this one is not of this one."""
     measured = row["measured"]["allocated"]
     phases = forecast(row).phases
-    return max(phases[name].total for name in measured) / GIB / max(measured.values()) - 1
+    peak = max(measured.values()) - row.get("beside", 0)
+    return max(phases[name].total for name in measured) / GIB / peak - 1
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
