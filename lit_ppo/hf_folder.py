@@ -86,7 +86,7 @@ def check_target(directory: str | os.PathLike[str], source: str = "", overwrite:
     if target.exists() and any(target.iterdir()):
         if not overwrite:
             raise FileExistsError(
-                f"`{target}` is not empty. Choose another folder, or replace an export with `overwrite`."
+                f"`{target}` is not empty. Choose another folder, or replace an export by `overwrite` (--overwrite)."
             )
         if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise FileExistsError(

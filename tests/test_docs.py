@@ -137,6 +137,23 @@ def test_every_key_of_an_example_is_explained(path):
             assert explained, f"{path.name} has no comment above {line.strip()!r}"
 
 
+def test_the_readme_s_module_trains(project):
+    """The README's Python, as it stands but for the model and the length of its responses."""
+    code = next(b.values[0] for b in blocks("python") if b.id.startswith("README") and "trainer.fit" in b.values[0])
+    for shown, small in {
+        '"HuggingFaceTB/SmolLM2-135M-Instruct"': repr(tiny.folder()),
+        "max_new_tokens=64": "max_new_tokens=4",
+        "batch_size=64)": "batch_size=8)",
+        "Trainer(": 'Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, ',
+    }.items():
+        assert shown in code
+        code = code.replace(shown, small)
+    rows = [f'{{"prompt": "{row}"}}' for row in tiny.rows(20)]
+    Path("prompts.jsonl").write_text("\n".join(rows))
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    assert Path("my-model/model.safetensors").is_file()
+
+
 def test_the_quickstart_trains_and_what_follows_works(project, capsys):
     """The commands of the README, one after the other, on a model that fits a test."""
     small = ["--model.actor", tiny.folder(), "--model.sampling.max_new_tokens=6", "--trainer.accelerator=cpu"]
