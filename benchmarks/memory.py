@@ -45,10 +45,10 @@ WORDS = 1000
 SOURCES = {
     "meta-llama/Llama-3.1-8B-Instruct": "8B",
     "Qwen/Qwen2-7B": "7B",
-    "Qwen/Qwen2-7B-Instruct": "7B",
+    "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "8B",
     "Qwen/Qwen2.5-1.5B-Instruct": "1.5B",
 }
-"""Shapes of the presets' sources; a reward model is made in the shape of the actor."""
+"""Shapes of the presets' sources; a reward model that is not named is made in the shape of the actor."""
 
 
 class Recorder(Callback):
