@@ -187,6 +187,7 @@ def architecture(module: Harness) -> dict[str, dict[str, Any]]:
             "adapter": view.adapter,
             "layout": module.layout,
             "lora_rank": None if module.lora is None else module.lora.r,
+            "lora_scale": None if module.lora is None else module.lora.scale,
         }
         for role, view in module.views.saved().items()
     }
@@ -197,7 +198,9 @@ def describe(arch: dict[str, Any] | None) -> str:
     if arch is None:
         return "absent"
     trunk = " on a shared trunk" if arch["layout"] == "shared" else ""
-    adapter = f" with a LoRA adapter of rank {arch['lora_rank']}{trunk}" if arch["adapter"] else ""
+    adapter = ""
+    if arch["adapter"]:
+        adapter = f" with a LoRA adapter of rank {arch['lora_rank']}{trunk}, scaled by {arch['lora_scale']:g}"
     return (
         f"a {arch['model_type']} of {arch['num_hidden_layers']} layers, hidden size {arch['hidden_size']}, "
         f"vocabulary {arch['vocab_size']}{adapter}"

@@ -22,7 +22,7 @@ PREDICTED = frozenset({"prompt", "response", "stopped"})
 
 
 def check_effect(module: PPOHarness) -> None:
-    """Warn of numbers of the critic's that are set for an estimator that has none.
+    """Warn of options that are set for an estimator that makes no use of them.
 
     Args:
         module: Has the options.
@@ -30,12 +30,18 @@ def check_effect(module: PPOHarness) -> None:
     ppo, default = module.ppo, PPOConfig()
     if ppo.has_critic:
         return
-    names = [f"ppo.{n}" for n in ("lam", "vf_coef", "value_clip") if getattr(ppo, n) != getattr(default, n)]
-    names += ["optim.critic_lr"] * (module.optim.critic_lr is not None)
-    if names:
-        rank_zero_warn(
-            f"{', '.join(f'`{n}`' for n in names)}: no effect, as `ppo.advantage={ppo.advantage!r}` has no critic."
-        )
+    unused = {
+        "has no critic": ["lam", "vf_coef", "value_clip"],
+        "scores whole responses": ["gamma"] if ppo.advantage in ("grpo", "rloo") else [],
+        "always whitens": ["whiten_advantages"] if ppo.advantage == "reinforce_pp" else [],
+    }
+    for why, options in unused.items():
+        names = [f"ppo.{n}" for n in options if getattr(ppo, n) != getattr(default, n)]
+        names += ["optim.critic_lr"] * ("lam" in options and module.optim.critic_lr is not None)
+        if names:
+            rank_zero_warn(
+                f"{', '.join(f'`{n}`' for n in names)}: no effect, as `ppo.advantage={ppo.advantage!r}` {why}."
+            )
 
 
 def check_optimizer(module: Harness, dtypes: set[torch.dtype]) -> None:
@@ -54,6 +60,12 @@ def check_optimizer(module: Harness, dtypes: set[torch.dtype]) -> None:
         raise ValueError(
             f"`optim.rounding='stochastic'` is for bfloat16 weights, and what is trained is {found}. Leave it out, "
             'or train in bfloat16: `Trainer(precision="bf16-true")`.'
+        )
+    if torch.float64 in dtypes and (optim.state == "8bit" or optim.paged):
+        option = "state='8bit'" if optim.state == "8bit" else "paged=True"
+        raise ValueError(
+            f"`optim.{option}` computes in float32, and what is trained is float64. Leave it out, or train in another "
+            "precision."
         )
     if optim.state == "8bit" and sharding.flat:
         raise ValueError(

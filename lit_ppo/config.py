@@ -136,6 +136,11 @@ class LoRAConfig:
         at_least("lora", "r", self.r, 1)
         at_least("lora", "alpha", self.alpha, 0, strict=True)
 
+    @property
+    def scale(self) -> float:
+        """Factor of the update."""
+        return self.alpha / (self.r**0.5 if self.use_rslora else self.r)
+
 
 @dataclass
 class RewardConfig:

@@ -310,7 +310,7 @@ class PPOLightningModule(PPOHarness):
         """(B,) float32: the critic's value after the last token of truncated responses, 0 for the others."""
         padded = nn.functional.pad(rollout.ids, (0, 1))
         longer = Rollout(rollout.prompts, padded, rollout.lengths + 1, rollout.stopped, padded.float())
-        values = torch.zeros(len(longer), device=rollout.ids.device)
+        values = torch.zeros(len(longer), dtype=torch.float32, device=rollout.ids.device)
         size = score_size(self, len(longer))
         for attempt in self.oom_policy.retry(unit(self, "score"), size, module=self):
             with attempt:

@@ -25,6 +25,24 @@ def module_of(reward=tiny.count_w1, **ppo):
     )
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_values_at_the_cut_in_every_precision(tmp_path, precision):
+    """A training step in `bf16-true` makes tensors bfloat16 where none is asked for."""
+    module = module_of(bootstrap_truncated=True)
+    found, plain = [], module.value_at_cut
+    module.value_at_cut = lambda rollout: (found.append(plain(rollout)), found[-1])[1]
+    assert tiny.fit(tmp_path, module, precision=precision).global_step == 8
+    assert [x.dtype for x in found] == [torch.float32] * 2
+
+
+def test_reward_functions_are_not_given_a_dtype_by_the_precision(tmp_path):
+    def exact(responses, **_):
+        return torch.tensor([1.2345] * len(responses))
+
+    trainer = tiny.fit(tmp_path, module_of(exact), precision="bf16-true")
+    assert trainer.logged_metrics["objective/scores"] == pytest.approx(1.2345, abs=1e-6)
+
+
 class Steps(Callback):
     """Which roles had gradients at each step; makes some of them NaN."""
 

@@ -265,6 +265,19 @@ EARLY: list[tuple[str, Callable[[Path], dict[str, Any]], str]] = [
         r"`ppo.lam`, `optim.critic_lr`: no effect, as `ppo.advantage='reinforce_pp'` has no critic",
     ),
     (
+        "a discount for nothing",
+        lambda _: {
+            "ppo": {"advantage": "rloo", "gamma": 0.9},
+            "sampling": {"max_new_tokens": 4, "samples_per_prompt": 2},
+        },
+        r"`ppo.gamma`: no effect, as `ppo.advantage='rloo'` scores whole responses",
+    ),
+    (
+        "whitening that cannot be off",
+        lambda _: {"ppo": {"advantage": "reinforce_pp", "whiten_advantages": False}},
+        r"`ppo.whiten_advantages`: no effect, as `ppo.advantage='reinforce_pp'` always whitens",
+    ),
+    (
         "an actor that is a file",
         lambda _: {"actor": __file__},
         r"`actor='.*test_errors.py'` is a file. Give the folder",

@@ -328,6 +328,11 @@ def test_the_configuration_chooses():
         ),
         ({"rounding": "stochastic"}, {"precision": "16-true"}, "what is trained is float16"),
         ({"paged": True}, {}, "`optim.paged=True` cannot be used here .SingleDeviceStrategy on cpu."),
+        (
+            {"state": "8bit"},
+            {"precision": "64-true"},
+            "`optim.state='8bit'` computes in float32, and what is .* float64",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_before_weights_are_loaded(tmp_path, monkeypatch, options, trainer, message):

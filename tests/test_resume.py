@@ -398,8 +398,8 @@ def other(path: Path, **shape: Any) -> str:
         ("full", "no critic", {}, "`critic` is a llama.*this module's is absent"),
         ("full", "lora", {}, "`actor` is a llama.*this module's is .*LoRA adapter of rank 4"),
         ("lora", "full", {}, "`actor` is .*LoRA adapter of rank 4.*this module's is a llama"),
-        ("lora", "shared", {}, "`actor` is .*rank 4, and .*shared trunk"),
-        ("shared", "lora", {}, "`actor` is .*rank 4 on a shared trunk, and"),
+        ("lora", "shared", {}, "`actor` is .*rank 4, scaled by .*, and .*shared trunk"),
+        ("shared", "lora", {}, "`actor` is .*rank 4 on a shared trunk, .*, and"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(
@@ -411,8 +411,11 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 
 def test_adapters_of_another_rank_or_place_are_refused(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match=r"adapter of rank 4, and .*adapter of rank 8"):
+    with pytest.raises(ValueError, match=r"adapter of rank 4, scaled by 8, and .*adapter of rank 8"):
         train(tmp_path, module("lora", lora=LoRAConfig(r=8)), checkpoints["lora"])
+    for other_scale, said in ((LoRAConfig(r=4, alpha=16), 4), (LoRAConfig(r=4, use_rslora=True), 16)):
+        with pytest.raises(ValueError, match=f"rank 4, scaled by 8, and .*rank 4, scaled by {said}"):
+            train(tmp_path, module("lora", lora=other_scale), checkpoints["lora"])
     with pytest.raises(RuntimeError, match=r"another model; not of this model: .*mlp"):
         train(tmp_path, module("lora", lora=LoRAConfig(r=4, target_modules=["q_proj"])), checkpoints["lora"])
 

@@ -293,6 +293,20 @@ def test_a_lora_critic_trains_its_head_and_adapters():
     assert {n for n, p in roles.trained()["critic"] if p.grad is not None and p.grad.any()}
 
 
+def test_adapters_start_with_the_same_numbers_whatever_the_default_dtype():
+    """`bf16-true` builds models with bfloat16 as the default: the adapters are drawn in float32 all the same."""
+    one, other = {}, {}
+    for found, dtype in ((one, torch.float32), (other, torch.bfloat16)):
+        model = tiny.model()
+        torch.set_default_dtype(dtype)
+        wrapped = add_adapters(model, LoRAConfig(r=4), [POLICY], seed=3)
+        found |= {name: p.detach().float() for name, p in wrapped.named_parameters() if "lora_A" in name}
+        torch.set_default_dtype(torch.float32)
+    assert one
+    for name, drawn in one.items():
+        torch.testing.assert_close(other[name], drawn, rtol=2**-8, atol=0)
+
+
 def test_lora_on_layers_that_do_not_exist_names_those_that_do():
     with pytest.raises(ValueError, match=r"`lora.target_modules=\['q_prj'\]` does not fit .*q_proj"):
         add_adapters(tiny.model(), LoRAConfig(target_modules=["q_prj"]), [POLICY], seed=0)

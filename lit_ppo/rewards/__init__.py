@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -130,10 +131,11 @@ class RewardSum:
         parts: dict[str, Tensor] = {}
         for reward in self.rewards:
             score = partial(reward.score, samples) if len(samples) else _nothing
-            if guard is not None and reward.model is not None:
-                scores = guard(min(reward.config.batch_size, max(1, len(samples))), score)
-            else:
-                scores = score()
+            with float32_by_default():
+                if guard is not None and reward.model is not None:
+                    scores = guard(min(reward.config.batch_size, max(1, len(samples))), score)
+                else:
+                    scores = score()
             finite = scores.isfinite()
             if not finite.all():
                 bad = int(finite.logical_not().nonzero()[0])
@@ -178,6 +180,17 @@ def build_rewards(
     if len(items) == 2 and hasattr(items[1], "decode"):  # a module and its tokenizer
         items = [spec]
     return RewardSum([_build(item) for item in items], default_device)
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Have tensors made without a dtype be float32: a training step in `bf16-true` has them be bfloat16."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _nothing(size: int | None = None) -> Tensor:

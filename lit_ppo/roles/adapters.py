@@ -56,7 +56,8 @@ def add_adapters(model: nn.Module, config: LoRAConfig, names: list[str], seed: i
     draw = torch.Generator().manual_seed(seed)
     for name, parameter in wrapped.named_parameters():
         if ".lora_A." in name:  # as PEFT starts it, but with the same numbers on every kind of device
-            fresh = torch.empty(parameter.shape, device="cpu")  # whatever the default device is
+            # whatever the default device and dtype are
+            fresh = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             nn.init.kaiming_uniform_(fresh, a=5**0.5, generator=draw)
             parameter.data.copy_(fresh)
         parameter.requires_grad_(any(is_adapter_parameter(name, adapter) for adapter in names))

@@ -128,7 +128,10 @@ class FSDP1(Replicated):
         grads = [p.grad for p in parameters if p.grad is not None]
         squares = [g.float().square().sum() for g in grads]
         found = torch.stack(
-            [sum(squares, torch.zeros((), device=self.device)), torch.tensor(float(len(grads))).to(self.device)]
+            [
+                sum(squares, torch.zeros((), dtype=torch.float32, device=self.device)),
+                torch.tensor(float(len(grads)), dtype=torch.float32).to(self.device),
+            ]
         )
         if self.strategy.sharding_strategy != ShardingStrategy.NO_SHARD:
             dist.all_reduce(found, group=self._group())

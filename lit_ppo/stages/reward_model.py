@@ -124,7 +124,7 @@ class RewardModule(StageModule):
         with self.trainer.precision_plugin.forward_context():
             for rows in self.cuts(batch.prompts.lengths.argsort(stable=True).cpu(), size):
                 scores = self.scores(batch.part(rows))[: len(rows)].double()
-                sums += torch.stack([scores.sum(), scores.square().sum(), torch.tensor(float(len(rows))).to(scores)])
+                sums += torch.stack([scores.sum(), scores.square().sum(), scores.new_tensor(len(rows))])
         self.set_mode(train=training)
         total, squares, n = self.reduce(sums).tolist()
         self.score_mean = total / n

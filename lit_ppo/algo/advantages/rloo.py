@@ -26,4 +26,4 @@ def rloo(scores: Tensor, groups: Tensor, keep: Tensor | None = None) -> Tensor:
     keep = torch.ones_like(groups, dtype=torch.bool) if keep is None else keep
     mean, count, _ = group_mean(scores, groups, keep)
     scores = clean(scores, keep)
-    return clean(torch.where(count > 1, count / (count - 1).clamp(min=1) * (scores - mean), scores), keep)
+    return clean(torch.where(count > 1, count * (scores - mean) / (count - 1).clamp(min=1), scores), keep)
