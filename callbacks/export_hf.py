@@ -123,9 +123,10 @@ class ExportHF(Callback):
             chosen = {n: m for n, m in able.items() if n == wanted or n.startswith(f"{wanted}.")}
         if len(chosen) != 1:
             there = ", ".join(f"`{n}`" for n in able) or "none"
+            fix = "Name one of them." if able else "Hold one as a submodule (an attribute such as `self.model`)."
             raise ValueError(
                 f"`ExportHF(model={self.model!r})` fits {len(chosen)} of the models of {type(pl_module).__name__} that "
-                f"transformers can save: {there}. Name one of them."
+                f"transformers can save: {there}. {fix}"
             )
         ((name, model),) = chosen.items()
         return name, model

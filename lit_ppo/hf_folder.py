@@ -90,7 +90,8 @@ def check_target(directory: str | os.PathLike[str], source: str = "", overwrite:
             )
         if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise FileExistsError(
-                f"`{target}` is not an export (it has no config.json), so `overwrite` leaves it alone."
+                f"`{target}` is not empty and is no earlier export (it has no config.json): it is left alone. Choose "
+                "another folder."
             )
     check_folder("to", target, target.parent)
 

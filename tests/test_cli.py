@@ -328,7 +328,22 @@ def test_a_misspelt_option_on_the_command_line(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["fit", "--config", "rum.yaml"])
     assert stop.value.code == 2
-    assert "File does not exist" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert re.search(r"error: `--config`: there is no file .*rum\.yaml\.", error)
+
+
+def test_a_configuration_of_another_stage_is_told_apart(capsys):
+    """Each stage's example, given to another."""
+    examples = Path(__file__).parent.parent / "examples"
+    for command, name, stage in (
+        (["fit"], "sft", "sft"),
+        (["plan"], "reward_model", "reward"),
+        (["sft", "fit"], "quickstart", "ppo"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*command, "--config", str(examples / f"{name}.yaml")])
+        assert stop.value.code == 2
+        assert f"This is a configuration for `lit-ppo {stage} fit`." in capsys.readouterr().err
 
 
 BAD_VALUES = {

@@ -188,7 +188,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path, module):
     (mine / "thesis.tex").write_text("years of work")
     with pytest.raises(FileExistsError, match="is not empty"):
         export(module, mine)
-    with pytest.raises(FileExistsError, match="is not an export"):
+    with pytest.raises(FileExistsError, match="is no earlier export"):
         export(module, mine, overwrite=True)
     assert (mine / "thesis.tex").read_text() == "years of work"
     with pytest.raises(FileExistsError, match="holds the model that the training started from"):

@@ -127,7 +127,8 @@ class _Reader(Parsing):
 def _print(lines: list[Line], argv: list[str]) -> int:
     for line in lines:
         where = place(line.option.rsplit(".", 1)[-1], argv) if line.option and argv else ""
-        print(f"{line.status:<{WIDTH}}{' '.join(line.what.split())}{where}")
+        what = " ".join(line.what.split())
+        print(f"{line.status:<{WIDTH}}{what}{'' if where in what else where}")
         if line.fix:
             print(f"{'':<{WIDTH}}-> {line.fix}")
     counts = {status: sum(line.status == status for line in lines) for status in STATUSES}

@@ -49,7 +49,10 @@ def explain(message: str, options: Iterable[str], args: list[str]) -> str:
         return f"`{found[1]}` is not an option.{did_you_mean(nearest(found[1], options))}"
     if found := re.search(r"does not accept option '([^']+)'", message):
         key = found[1]
-        return f"`{key}`{place(wrong_part(key, options), args)} is not an option.{did_you_mean(nearest(key, options))}"
+        hint = other_stage(options, args) or did_you_mean(nearest(key, options))
+        return f"`{key}`{place(wrong_part(key, options), args)} is not an option.{hint}"
+    if found := re.search(r"File does not exist: '?([^'\s]+)", message):
+        return f"`--config`: there is no file {found[1]}."
     if found := re.search(r"given class_path '([^']+)':\s+Option '([^']+)' is not accepted", message):
         owner, key = found.groups()
         known = arguments_of(owner)
@@ -87,6 +90,17 @@ def nearest(key: str, options: Iterable[str]) -> str | None:
 def did_you_mean(near: str | None) -> str:
     """Return the question, or nothing."""
     return f" Did you mean `{near}`?" if near else ""
+
+
+def other_stage(options: list[str], args: list[str]) -> str:
+    """Return a sentence if a YAML of the command line is of another stage than the command, or nothing."""
+    for name in config_files(args):
+        text = Path(name).read_text(encoding="utf-8", errors="replace") if Path(name).is_file() else ""
+        for stage, section in {"sft": "sft", "reward": "ranking", "ppo": "ppo"}.items():
+            known = any(option.startswith(f"model.{section}.") for option in options)
+            if not known and re.search(rf"^ +{section}:", text, re.MULTILINE):
+                return f" This is a configuration for `lit-ppo {stage} fit`."
+    return ""
 
 
 def wrong_part(key: str, options: Iterable[str]) -> str:

@@ -160,7 +160,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     here = str(tmp_path / "best")
     with pytest.raises(ValueError, match=r"fits 0 of the models of Plain that transformers can save: `a`, `b`. Name"):
         run(ExportHF(here, "val/loss"), Plain("a", "b"))
-    with pytest.raises(ValueError, match=r"`ExportHF\(model='c'\)` fits 0 .*: none"):
+    with pytest.raises(ValueError, match=r"`ExportHF\(model='c'\)` fits 0 .*: none. Hold one"):
         run(ExportHF(here, "val/loss", model="c"), Plain())
     with pytest.raises(ValueError, match=r"logs no such metric. Nearest names: `val/loss`"):
         run(ExportHF(here, "val/los"), Plain("a"), num_sanity_val_steps=0)
@@ -168,7 +168,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         run(ExportHF(here, "val/loss"), Plain("a"), limit_val_batches=0)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("")
-    with pytest.raises(FileExistsError, match="is not an export"):
+    with pytest.raises(FileExistsError, match="is no earlier export"):
         run(ExportHF(str(tmp_path / "mine"), "val/loss"), Plain("a"))
     with pytest.raises(FileExistsError, match="holds the model that the training started from"):
         tiny.fit(tmp_path, ppo(), data(), callbacks=[ExportHF(tiny.folder())])
