@@ -33,8 +33,17 @@ def test_every_logged_metric_is_in_the_glossary(tmp_path):
     assert not unknown, f"not in docs/metrics.md: {unknown}"
 
 
+def headings(page: Path) -> set[str]:
+    """Return the headings of a page as they are linked to."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    return {re.sub(r"[^\w\- ]", "", found.lower()).replace(" ", "-") for found in re.findall(r"^#+ (.+)$", text, re.M)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if not target.startswith(("http:", "https:", "#")):
-            assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
+        if not target.startswith(("http:", "https:")):
+            file, _, heading = target.partition("#")
+            other = page.parent / file if file else page
+            assert other.exists(), f"{page.name} links to {target}"
+            assert not heading or heading in headings(other), f"{page.name} links to {target}"
