@@ -128,7 +128,7 @@ def restore(module: Harness, ckpt: dict[str, Any]) -> None:
                 check_keys(module, ckpt["state_dict"])  # other shapes or adapters are the better explanation
             raise ValueError(
                 f"The frozen `{name}` is not the one that this checkpoint was trained with (its weights have changed: "
-                f"{theirs} then, {ours} now). Restore the original weights at its source."
+                f"{theirs} then, {ours} now). Restore the original weights at its source, and `quantize` as it was."
             )
     module.load_counters(saved)
     module.cache["rng"] = saved["rng"]

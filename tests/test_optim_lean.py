@@ -214,6 +214,20 @@ def test_a_trainer_does_not_find_paged_state_to_move():
     assert resumed.state[net.weight]["step"] == 3
 
 
+def test_a_copy_goes_on_as_the_original_does():
+    weight = torch.nn.Parameter(torch.randn(64, 64).bfloat16())
+    one = LeanAdamW([weight], lr=1e-2)
+    weight.grad = torch.randn_like(weight)
+    one.step()
+    other = copy.deepcopy(one)
+    twin = other.param_groups[0]["params"][0]
+    assert twin is not weight
+    twin.grad = weight.grad.clone()
+    for optimizer in (one, other):
+        optimizer.step()
+    assert torch.equal(weight, twin)
+
+
 def test_states_of_other_kinds_load():
     for first in (MasterAdamW, *(lambda p, k=k, **o: LeanAdamW(p, state=k[0], rounding=k[1], **o) for k in KINDS)):
         net = matrix()

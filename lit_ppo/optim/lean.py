@@ -129,6 +129,11 @@ class LeanAdamW(MasterAdamW):
         self._waiting.clear()
         return super().state_dict()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle needs, which torch's own leaves out."""
+        ours = {"kinds": self.kinds, "_numbers": self._numbers, "_waiting": self._waiting}
+        return {**super().__getstate__(), **ours}
+
     def _adopt(self, p: Tensor, state: dict[str, Any], given: dict[str, Any]) -> None:
         """Copy moments, or convert them."""
         if ("exp_avg_scale" in state) == ("exp_avg_scale" in given):
