@@ -204,6 +204,10 @@ def last_checkpoint(root: str | os.PathLike[str], option: str) -> Path:
     """
     found = [path for path in Path(root).rglob("last*.ckpt") if path.exists()]  # a link may lead nowhere
     if not found:
+        if (Path(root) / "config.json").is_file() or (Path(root) / "adapter_config.json").is_file():
+            raise FileNotFoundError(
+                f"`{option}`: {str(root)!r} is an exported model, for transformers or PEFT. Give a run's checkpoint."
+            )
         raise FileNotFoundError(
             f"`{option}`: there is no last*.ckpt under {str(root)!r}. Give the file, or the folder of a run that has "
             "saved one (`ModelCheckpoint(save_last=True)`)."

@@ -218,6 +218,8 @@ def test_checkpoints_that_cannot_be_exported_say_why(tmp_path):
         load_policy(tmp_path / "nope.ckpt")
     with pytest.raises(FileNotFoundError, match=r"`ckpt`: there is no last\*\.ckpt under"):
         load_policy(tmp_path)
+    with pytest.raises(FileNotFoundError, match="is an exported model"):
+        load_policy(tiny.folder())
     (tmp_path / "sharded").mkdir()
     (tmp_path / "sharded" / ".metadata").write_text("")
     with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
