@@ -35,11 +35,14 @@ def test_values_at_the_cut_in_every_precision(tmp_path, precision):
     assert [x.dtype for x in found] == [torch.float32] * 2
 
 
-def test_reward_functions_are_not_given_a_dtype_by_the_precision(tmp_path):
-    def exact(responses, **_):
-        return torch.tensor([1.2345] * len(responses))
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_reward_functions_compute_as_they_would_alone(tmp_path, precision):
+    """Neither a default dtype of bfloat16 nor autocast reaches them."""
 
-    trainer = tiny.fit(tmp_path, module_of(exact), precision="bf16-true")
+    def exact(responses, **_):
+        return torch.tensor([[1.2345]] * len(responses)) @ torch.tensor([1.0])
+
+    trainer = tiny.fit(tmp_path, module_of(exact), precision=precision)
     assert trainer.logged_metrics["objective/scores"] == pytest.approx(1.2345, abs=1e-6)
 
 

@@ -131,7 +131,7 @@ class RewardSum:
         parts: dict[str, Tensor] = {}
         for reward in self.rewards:
             score = partial(reward.score, samples) if len(samples) else _nothing
-            with float32_by_default():
+            with torch.autocast(rollout.ids.device.type, enabled=False), float32_by_default():
                 if guard is not None and reward.model is not None:
                     scores = guard(min(reward.config.batch_size, max(1, len(samples))), score)
                 else:
