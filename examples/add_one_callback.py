@@ -95,5 +95,10 @@ def main(names: list[str], steps: int = 40) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=["checkpointing", "freeze", "quantize", "oom"])
-    print(f"loss after training: {main(parser.parse_args().names):.4f}")
+    known = ("checkpointing", "freeze", "quantize", "oom")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
+    names = parser.parse_args().names
+    for name in names:
+        if name not in known:
+            parser.error(f"`{name}` is not one of {', '.join(known)}")
+    print(f"loss after training: {main(names):.4f}")

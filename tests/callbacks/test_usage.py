@@ -30,6 +30,13 @@ def test_the_example_learns_with_any_callbacks():
     assert EXAMPLE["main"](together) == pytest.approx(EXAMPLE["main"](together[::-1]), rel=1e-4)
 
 
+@pytest.mark.parametrize("names", re.findall(r"add_one_callback.py +([a-z ]*)#", EXAMPLE["__doc__"]))
+def test_the_example_s_commands_run(names, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["add_one_callback.py", *names.split()])
+    runpy.run_path(str(ROOT / "examples" / "add_one_callback.py"), run_name="__main__")
+    assert "loss after training" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", DOCS, flags=re.DOTALL))
 def test_code_in_the_documentation_runs(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
