@@ -235,8 +235,15 @@ class PPOHarness(Harness):
     @property
     def updated_together(self) -> list[list[str]]:
         """The roles that are trained now, one by one if so configured; not one that something else holds frozen."""
-        thawed = [role for role, named in self.trained.items() if any(p.requires_grad for _, p in named)]
-        roles = [role for role in thawed if role != "actor" or self.trains_actor]
+        return self.in_groups([role for role in self.thawed if role != "actor" or self.trains_actor])
+
+    @property
+    def thawed(self) -> list[str]:
+        """The roles that have something to train, in the critic's warm-up too."""
+        return [role for role, named in self.trained.items() if any(p.requires_grad for _, p in named)]
+
+    def in_groups(self, roles: list[str]) -> list[list[str]]:
+        """Return groups of roles whose gradients are alive together."""
         return [[role] for role in roles] if self.ppo.sequential_roles else [roles] if roles else []
 
     @property

@@ -45,7 +45,7 @@ def dry_runs(module: PPOLightningModule) -> dict[str, DryRun]:
         rows = experience(module, size, longest)
         tokens, sequences = rows.loss_mask.sum(), torch.tensor(size, device=module.device)
         try:
-            for roles in module.updated_together:
+            for roles in module.in_groups(module.thawed):  # the actor too, while only the critic is warming up
                 module.manual_backward(module.loss(rows, tokens, sequences, roles)[0])
                 for _, parameter in (named for role in roles for named in module.trained[role]):
                     parameter.grad = None if module.ppo.sequential_roles else parameter.grad

@@ -505,6 +505,24 @@ def test_the_dry_run_finds_the_micro_batch_and_changes_nothing(tmp_path, monkeyp
     assert_same(weights(plain), weights(guarded), rtol=1e-4, atol=2e-5)
 
 
+def test_the_dry_run_tries_the_actor_too_while_the_critic_warms_up(tmp_path, monkeypatch):
+    from lit_ppo.callbacks import OOMGuard
+    from lit_ppo.roles.model import RoleModel
+
+    hidden, guarded = RoleModel._hidden, make(ppo={"critic_warmup_iterations": 1})
+
+    def short_of_memory(self, rollout, layout):
+        if torch.is_grad_enabled() and self is guarded.actor and len(rollout) > 3:
+            raise torch.OutOfMemoryError("made by the test")
+        return hidden(self, rollout, layout)
+
+    monkeypatch.setattr(RoleModel, "_hidden", short_of_memory)
+    guard = OOMGuard()
+    trainer = tiny.fit(tmp_path, guarded, callbacks=[guard])
+    assert guard.policy.state_dict()["sizes"] == {"update": 3}
+    assert float(trainer.callback_metrics["oom/events"]) == 0  # nothing was left to find out after the warm-up
+
+
 def test_a_budget_of_tokens_is_cut_too_when_memory_runs_out(tmp_path, monkeypatch):
     from lit_ppo.callbacks import OOMGuard
     from lit_ppo.roles.model import RoleModel
