@@ -89,7 +89,7 @@ def _cuda() -> Iterator[Line]:
         others = {pid: memory for pid, memory in who if pid != str(os.getpid())}
         if free < 0.9 * total:
             by = ", ".join(f"{pid} ({memory})" for pid, memory in others.items())
-            fix = f"kill {' '.join(others)}" if others else "nvidia-smi"
+            fix = f"ps -fp {','.join(others)}" if others else "nvidia-smi"  # whose they are, before anything is ended
             yield Line("warn", f"{what}, used by process {by or 'unknown'}", fix)
         else:
             yield Line("ok", what)
