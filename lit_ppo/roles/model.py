@@ -266,4 +266,5 @@ def reward_bias(config: Any) -> float:
 
 def _spread(x: Tensor, cells: Tensor, shape: torch.Size) -> Tensor:
     """Put (N,) values into the given cells of a (B, R) grid, 0 elsewhere; differentiable."""
-    return x.new_zeros(shape.numel()).index_copy(0, cells, x).view(shape)
+    # A copy, because FSDP2 hangs its backward on what a forward returns, which must not be a view.
+    return x.new_zeros(shape.numel()).index_copy(0, cells, x).view(shape).clone()
