@@ -113,14 +113,13 @@ class SFTDataModule(SetsDataModule):
     ) -> None:
         if answers not in ("all", "last"):
             raise ValueError(f"`answers={answers!r}` must be 'all' or 'last'.")
-        if overlong == "cut" and max_length is None:
-            raise ValueError("`overlong='cut'` has no effect without `max_length`. Set how many tokens to keep.")
         self._columns = (prompt_column, answer_column, messages_column)
         super().__init__(
             {"train": train, "val": val, "test": test},
             self._parse,
             {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_length": max_length},
             val_fraction=val_fraction,
+            limit="max_length",
             overlong=overlong,
             shuffle=shuffle,
             seed=seed,

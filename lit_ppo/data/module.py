@@ -70,13 +70,12 @@ class PromptDataModule(SetsDataModule):
         add_generation_prompt: bool = True,
         encoding: str = "utf-8",
     ) -> None:
-        if overlong == "cut" and max_prompt_length is None:
-            raise ValueError("`overlong='cut'` has no effect without `max_prompt_length`. Set how many tokens to keep.")
         super().__init__(
             {"train": train, "val": val, "test": test, "predict": predict},
             lambda rows, name: parse_rows(rows, name, prompt_column),
             {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_prompt_length": max_prompt_length},
             val_fraction=val_fraction,
+            limit="max_prompt_length",
             overlong=overlong,
             shuffle=shuffle,
             seed=seed,

@@ -135,14 +135,13 @@ class PreferenceDataModule(SetsDataModule):
         chat_template: str | None = None,
         encoding: str = "utf-8",
     ) -> None:
-        if overlong == "cut" and max_length is None:
-            raise ValueError("`overlong='cut'` has no effect without `max_length`. Set how many tokens to keep.")
         self._columns = (prompt_column, chosen_column, rejected_column, margin_column)
         super().__init__(
             {"train": train, "val": val, "test": test},
             self._parse,
             {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_length": max_length},
             val_fraction=val_fraction,
+            limit="max_length",
             overlong=overlong,
             shuffle=shuffle,
             seed=seed,

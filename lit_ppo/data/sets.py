@@ -30,7 +30,8 @@ class SetsDataModule(LightningDataModule):
         parse: Turns the rows of a set, and its name, into items.
         counts: Options that are whole numbers of at least 1, or None: `batch_size` and `val_batch_size` among them.
         val_fraction: Share or number of the items of `train` to hold out.
-        overlong: Has to be `drop` or `cut`.
+        limit: Which of `counts` an item that is overlong exceeds.
+        overlong: Has to be `drop` or `cut`, and this with a limit.
         shuffle: Train in a new order each epoch.
         seed: Of that order, and of the choice for `val_fraction`.
         drop_last: Leave the items that do not fill a batch out of the epoch.
@@ -53,6 +54,7 @@ class SetsDataModule(LightningDataModule):
         counts: dict[str, Any],
         *,
         val_fraction: Any,
+        limit: str,
         overlong: str,
         shuffle: bool,
         seed: int,
@@ -72,6 +74,8 @@ class SetsDataModule(LightningDataModule):
             )
         if overlong not in ("drop", "cut"):
             raise ValueError(f"`overlong={overlong!r}` must be 'drop' or 'cut'.")
+        if overlong == "cut" and counts[limit] is None:
+            raise ValueError(f"`overlong='cut'` has no effect without `{limit}`. Set how many tokens to keep.")
         if chat_template is not None and "{" not in chat_template:
             raise ValueError(
                 f"`chat_template={chat_template!r}` has no Jinja in it. Give the template's text, not its name."
