@@ -154,9 +154,14 @@ def side_by_side(modules: list[Any], adapter: str | None = None, arrange: bool =
     if all(_is_quantized(m) for m in modules):
         return _Quantized(modules)
     if not plain or len(biased) > 1 or len({m.weight.dtype for m in modules}) > 1:
-        return lambda x: torch.cat([m(x) for m in modules], dim=-1) if len(modules) > 1 else modules[0](x)
+        return lambda x: _one_by_one(modules, x)
     weight = _join([m.weight for m in modules])
     return _Plain(weight, _join([m.bias for m in modules]) if biased == {True} else None)
+
+
+def _one_by_one(modules: list[Any], x: Tensor) -> Tensor:
+    """(n, in) -> (n, sum of outs), by the layers' own forwards."""
+    return torch.cat([m(x) for m in modules], dim=-1) if len(modules) > 1 else modules[0](x)
 
 
 class _Plain:
@@ -188,7 +193,7 @@ class _Quantized:
     def __call__(self, x: Tensor) -> Tensor:
         """(n, in) -> (n, sum of outs)."""
         if len(x) > FEW_ROWS:
-            return torch.cat([m(x) for m in self.modules], dim=-1) if len(self.modules) > 1 else self.modules[0](x)
+            return _one_by_one(self.modules, x)
         out: Tensor = self.kernels.product(x.contiguous(), self.modules, self.bias)
         return out
 
