@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,49 @@ def test_a_card_that_is_not_known_says_which_are():
         parse_gpus("4xA1000-80G")
     with pytest.raises(ValueError, match="a size works too"):
         parse_gpus("potato")
+
+
+def test_cards_without_bfloat16_are_not_said_to_fit():
+    fields = {"model": {"lora": {"r": 4}, "layout": "shared"}}
+    plain = report(Forecast(setup_of(**fields, trainer={"precision": "16-mixed"})[0]), parse_gpus("T4"), None, "run")
+    assert "bfloat16" in plain  # the frozen trunk's, unless it is said otherwise
+    asked = Forecast(setup_of(**fields, trainer={"precision": "bf16-true"})[0])
+    text = report(asked, parse_gpus("T4"), None, "run")
+    assert "But T4-16G only emulates bfloat16" in text
+    assert "trainer.precision: 16-mixed" in text
+    fits, lacks = text.splitlines()[-2:]
+    assert fits.startswith("Cards that it fits: RTX3060-12G, RTX4070-12G, A2-16G, RTX4080-16G,")
+    assert lacks == "Large enough, but without the bfloat16 that this asks for: T4-16G, V100-16G, V100-32G."
+    assert "But " not in report(asked, parse_gpus("A10G"), None, "run")
+    full = setup_of(trainer={"precision": "32-true"}, ppo={"kl_coef": 0.0})[0]
+    assert "T4-16G" in report(Forecast(full), parse_gpus("T4"), None, "run").splitlines()[-1]
+
+
+def test_the_hub_is_not_asked_twice(tmp_path, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    from lit_ppo.cli import hub
+
+    def refused(*args: Any) -> Any:
+        asked.append(args)
+        raise OSError(111, "Connection refused")
+
+    asked: list[Any] = []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(hub.socket, "create_connection", refused)
+    hub.unreachable.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+    start = time.perf_counter()
+    for _ in range(2):
+        assert main(["plan", "--config", "run.yaml"]) == 1
+    hub.unreachable.cache_clear()
+    assert len(asked) == 1
+    assert time.perf_counter() - start < 15, "it retries"
+    error = capsys.readouterr().err
+    assert "`actor='meta-llama/Llama-3.1-8B-Instruct'` cannot be read" in error
+    assert "The hub was not asked: huggingface.co cannot be reached: Connection refused." in error
 
 
 RUN = """

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import socket
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from lightning.pytorch import LightningModule
 
 from lit_ppo.cli.errors import message_of, place
+from lit_ppo.cli.hub import unreachable
 from lit_ppo.cli.trainer import Parsing, prepare
 from lit_ppo.doctor import STATUSES, Line
 from lit_ppo.doctor.config import Here, Run, examine, option_in, quiet
@@ -61,8 +59,8 @@ def run(argv: list[str], module_class: type[Any] | None = None, data_class: type
     if not args.config:
         return _print(examine_machine(args.output), [])
     worst = 0
-    if not hub_answers():
-        print("info   the model hub cannot be reached: only what its cache or a folder holds is found")
+    if why := unreachable():
+        print(f"info   the model hub is not asked ({why}): only what its cache or a folder holds is found")
     for path in args.config:
         command = ["fit", "--config", path, *rest]
         lines = diagnose(command, module_class, data_class)
@@ -98,21 +96,6 @@ def diagnose(argv: list[str], module_class: type[Any] | None = None, data_class:
         return [Line("error", text, option=option_in(text))]
     options = dict(vars(cli._get(cli.config_init, "trainer")))
     return examine(Run(cli.model, cli.datamodule, options, Here.now()), said)
-
-
-def hub_answers(seconds: float = 3.0) -> bool:
-    """Whether Hugging Face's hub can be reached; if not, its library is told not to try for minutes."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return True  # by choice, or who knows
-    where = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((where.hostname or "", where.port or 443), seconds).close()
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
-        return False
-    return True
 
 
 class _Reader(Parsing):

@@ -77,16 +77,19 @@ class _Shapes:
         self.known: dict[Any, Any] = {}
 
     def __call__(self, role: str, source: Any) -> Any:
+        from lit_ppo.cli.hub import unreachable
         from lit_ppo.plan.setup import config_file
         from lit_ppo.roles.sources import model_config
 
         file = self.files.get(role.split(" ")[0], self.files.get(""))
         key = file or (source.source, source.revision)
         if key not in self.known:
+            why = "" if file or Path(source.source or ".").exists() else unreachable()
             try:
                 self.known[key] = config_file(file) if file else model_config(role, source)
             except ValueError as error:
                 if file:
                     raise
-                raise ValueError(f"{error} Or give its configuration: --model-config config.json") from error
+                asked = f" The hub was not asked: {why}." if why else ""
+                raise ValueError(f"{error}{asked} Or give its configuration: --model-config config.json") from error
         return self.known[key]

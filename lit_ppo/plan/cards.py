@@ -34,6 +34,9 @@ CARDS = {
 }
 """GiB that CUDA reports as the device's total."""
 
+WITHOUT_BF16 = ("T4", "V100")
+"""Makes that only emulate bfloat16; others here, and sizes, are taken to compute it."""
+
 
 @dataclass(frozen=True)
 class Gpus:
@@ -43,6 +46,16 @@ class Gpus:
     name: str
     usable: int
     """Bytes of each that tensors can have."""
+
+    @property
+    def bf16(self) -> bool:
+        """Whether they compute bfloat16."""
+        return computes_bf16(self.name)
+
+
+def computes_bf16(card: str) -> bool:
+    """Whether a card of CARDS, or one of a given size, computes bfloat16."""
+    return card.split("-")[0] not in WITHOUT_BF16
 
 
 def parse_gpus(text: str) -> Gpus:

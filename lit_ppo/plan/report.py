@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lit_ppo.plan.cards import CARDS, CONTEXT, Gpus
+from lit_ppo.plan.cards import CARDS, CONTEXT, Gpus, computes_bf16
 from lit_ppo.plan.forecast import GIB, PHASES, Forecast
 from lit_ppo.plan.levers import Lever
 
@@ -36,13 +36,23 @@ def report(forecast: Forecast, gpus: Gpus, found: list[Lever] | None, title: str
         lines.append(f"{name + (' *' if name == worst else ''):<10} {phase.total / GIB:>9.2f}   {text}")
     lines += ["", verdict(forecast.peak, gpus)]
     lines += [f"Note: {note}" for note in s.notes]
+    asked = s.in_bf16
+    if asked and not gpus.bf16:
+        fix = "trainer.precision: 16-mixed" if s.precision.startswith("bf16") else "dtype: float16 for these roles"
+        lines.append(
+            f"But {gpus.name} only emulates bfloat16, slowly, and without our kernels; it is asked for by "
+            f"{', '.join(asked)}. Instead: {fix}, and plan again."
+        )
     if found:
         lines += ["", "lever                                            saves, GiB   then, GiB   cost"]
         lines += [f"{x.line:<48} {x.saved / GIB:>10.2f} {x.peak / GIB:>11.2f}   {x.cost}" for x in found]
     known = sorted(CARDS.items(), key=lambda card: card[1])
-    fitting = [name for name, size in known if forecast.peak <= (size - CONTEXT) * GIB * (1 - TIGHT)]
+    roomy = [name for name, size in known if forecast.peak <= (size - CONTEXT) * GIB * (1 - TIGHT)]
+    fitting = [name for name in roomy if not asked or computes_bf16(name)]
     rest = f", and {len(fitting) - 4} larger ones" if len(fitting) > 4 else ""
     lines += ["", f"Cards that it fits: {', '.join(fitting[:4]) or 'none that is known'}{rest}."]
+    if lacking := [name for name in roomy if name not in fitting]:
+        lines.append(f"Large enough, but without the bfloat16 that this asks for: {', '.join(lacking)}.")
     return "\n".join(lines)
 
 

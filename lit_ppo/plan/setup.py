@@ -91,6 +91,15 @@ class Setup:
         return max(1, min(size or most, most))
 
     @property
+    def in_bf16(self) -> list[str]:
+        """What asks for bfloat16: the precision, or the roles that are held in it."""
+        if self.precision.startswith("bf16"):
+            return [f"trainer.precision: {self.precision}"]
+        models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        models |= {name: model for name, (model, _) in self.rewards.items()}
+        return [n for n, m in models.items() if m is not None and m.dtype == torch.bfloat16 and m.device is None]
+
+    @property
     def micro(self) -> int:
         """Rows of a micro-batch."""
         return self.rows(self.ppo.micro_batch_size, self.minibatch)
