@@ -41,7 +41,6 @@ from benchmarks.rollout import SHAPES  # noqa: E402
 from lit_ppo import PPOLightningModule, PromptDataModule  # noqa: E402
 
 GIB = 2**30
-WORDS = 1000
 SOURCES = {
     "meta-llama/Llama-3.1-8B-Instruct": "8B",
     "Qwen/Qwen2-7B": "7B",
@@ -468,20 +467,24 @@ def _config(shape: str) -> Any:
 
 
 def tokenizer() -> Any:
-    """Make a word-level tokenizer; it knows fewer tokens than the models have."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """Make a byte-level tokenizer without merges; it knows fewer tokens than the models have.
+
+    Whatever class transformers takes for a family (Qwen2's is always its own), each letter is one token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(WORDS))]
-    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    pieces = ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<pad>", "pad_token": "<pad>"}
     return PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
 def texts(count: int, length: int) -> list[str]:
     """Return prompts of exactly so many tokens, all different."""
-    return [" ".join(f"w{(i * 37 + j) % WORDS}" for j in range(length)) for i in range(count)]
+    return [f"{i} {'the quick brown fox ' * (length // 20 + 1)}"[:length] for i in range(count)]
 
 
 def about(args: argparse.Namespace) -> dict[str, str]:

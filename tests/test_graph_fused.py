@@ -16,7 +16,7 @@ from lit_ppo.rollout.fused import FusedTrunk, _Adapted, _join, _Quantized, side_
 from lit_ppo.rollout.graph import GraphEngine, Unservable
 from lit_ppo.rollout.hf import HFEngine
 from lit_ppo.rollout.select import AutoEngine, build_engine
-from lit_ppo.rollout.trunk import HFTrunk
+from lit_ppo.rollout.trunk import HFTrunk, our_attention, wobble
 
 DRAW = Draw(seed=1, iteration=2)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -182,6 +182,24 @@ def test_a_trunk_that_computes_something_else_is_found_out(monkeypatch):
     monkeypatch.setattr(HFTrunk, "logits", lambda self, hidden: inner(self, hidden * 1.01) + 1)
     with pytest.raises(Unservable, match=r"its logits come out [\d.]+% off those of its own forward"):
         GraphEngine(policy).generate(tiny.prompts(2).to(DEVICE), options, DRAW)
+
+
+def test_what_a_model_rounds_by_itself_is_not_held_against_a_trunk(monkeypatch):
+    """As 4-bit weights do on CUDA, a model may round more than any fixed limit allows."""
+    exact, half = (tiny.model(scale=3.0).to(DEVICE, dtype) for dtype in (torch.float32, torch.bfloat16))
+    with torch.no_grad():
+        for model, low, high in ((exact, 0.0, 1e-5), (half, 1e-3, 0.05)):
+            with our_attention(model):
+                assert low <= wobble(model) < high
+        for error, own, served in ((0.06, 0.025, True), (0.06, 0.015, False)):
+            monkeypatch.setattr("lit_ppo.rollout.graph.differs", lambda *_, error=error: error)
+            monkeypatch.setattr("lit_ppo.rollout.graph.wobble", lambda *_, own=own: own)
+            policy, options = setup(half)
+            if served:
+                GraphEngine(policy, use_kernels=False).generate(tiny.prompts(2).to(DEVICE), options, DRAW)
+                continue
+            with pytest.raises(Unservable, match=r"6.0% off those of its own forward, which rounds by 1.5%"):
+                GraphEngine(policy, use_kernels=False).generate(tiny.prompts(2).to(DEVICE), options, DRAW)
 
 
 def test_engines_by_name():

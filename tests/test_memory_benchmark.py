@@ -58,6 +58,7 @@ def test_a_preset_runs_from_its_yaml(ranks, device, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     [row] = rows(tmp_path)
+    assert "error" not in row, row["error"] + done.stderr
     assert row["cap"] == 12_000_000_000
     assert row["measured"]["iterations"] == 3
     assert row["measured"]["growth_mib"] <= 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -52,6 +52,17 @@ def tokenizer(pad: str | None = "<pad>") -> Any:
     """A word-level tokenizer of 64 words; `pad` may be "<eos>" or None."""
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _with_special_tokens(words, pad)
+
+
+def qwen2_tokenizer(pad: str | None = "<pad>") -> Any:
+    """The same ids for the same words, in a form that transformers' own class for Qwen2 reads: it takes BPE alone."""
+    words = Tokenizer(models.BPE({w: i for i, w in enumerate(WORDS[:4])}, merges=[]))
+    words.add_tokens([AddedToken(w, lstrip=True, normalized=False) for w in WORDS[4:]])
+    return _with_special_tokens(words, pad)
+
+
+def _with_special_tokens(words: Tokenizer, pad: str | None) -> Any:
     extra = {} if pad is None else {"pad_token": pad}
     return PreTrainedTokenizerFast(
         tokenizer_object=words, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", chat_template=CHAT, **extra
@@ -81,7 +92,7 @@ def folder(kind: str = "llama", seed: int = 0, pad: str | None = "<pad>", labels
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
-    tokenizer(pad).save_pretrained(path)
+    (qwen2_tokenizer if kind.startswith("qwen2") else tokenizer)(pad).save_pretrained(path)
     return str(path)
 
 
