@@ -139,6 +139,9 @@ class ExportHF(Callback):
             pl_module: Has the model.
         """
         name, model = self.find(pl_module)
+        before: Any = getattr(pl_module, "before_export", None)
+        if callable(before):
+            before()
         finished = getattr(pl_module, "finished", None)  # lit-ppo's reward models are normalised when they are written
         with finished(model) if callable(finished) else nullcontext():
             state = gathered_state(trainer, pl_module, name)

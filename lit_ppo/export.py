@@ -36,7 +36,8 @@ def export(
 
     A fully trained model, or with `merge` an adapter added to its trunk, is what `from_pretrained` of transformers
     loads: `AutoModelForCausalLM` for the actor, `AutoModelForSequenceClassification` for critic and reward. An adapter
-    alone is what `PeftModel.from_pretrained` loads. The folder appears when it is complete. The module is not changed.
+    alone, with the head of critic and reward, is what `PeftModel.from_pretrained` loads. The folder appears when it is
+    complete. The module is not changed.
 
     Args:
         module: With its models loaded (by a fit, `load_policy` or `load_module`).
@@ -79,8 +80,6 @@ def export(
             '`role="critic"` is an adapter and a head on the actor\'s trunk (`layout: shared`), which no class of '
             "transformers loads. Only a critic of `layout: separate` can be exported."
         )
-    if role != "actor" and adapted and not merge:
-        raise ValueError(f'`role="{role}"` has a trained head, which is no part of an adapter: use `merge` as well.')
     if merge and not adapted:
         raise ValueError(f"`merge`: the {role} was trained without adapters. Leave it out.")
 
@@ -90,7 +89,8 @@ def export(
             with module.finished(model):
                 model.save_pretrained(folder)
         else:
-            save_adapter(view.store.model, view.adapter, folder)
+            with module.finished(view.store.base):
+                save_adapter(view.store.model, view.adapter, folder)
         module.tokenizer.save_pretrained(folder)
 
     with no_bars():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+HEAD_FILE = "reward_head.json"
+"""Beside an adapter with a head: `reward_bias` of its model's configuration, which PEFT has no place for."""
 _WRAPPER = "_fsdp_wrapped_module."
 """What FSDP1 puts into the names of what it wraps."""
 
@@ -37,6 +40,9 @@ def write_folder(directory: str | os.PathLike[str], write: Callable[[Path], None
 def save_adapter(model: Any, adapter: str, folder: Path, state: dict[str, Any] | None = None) -> None:
     """Save one adapter of a PEFT model as the only one of a folder, with the generation config of its trunk.
 
+    The head of a sequence classifier, which is trained with the adapter, is saved as PEFT saves such modules
+    (`modules_to_save`).
+
     Args:
         model: A PEFT model.
         adapter: Which of its adapters.
@@ -56,14 +62,31 @@ def save_adapter(model: Any, adapter: str, folder: Path, state: dict[str, Any] |
         for path in (folder / adapter).iterdir():
             path.rename(folder / path.name)
         (folder / adapter).rmdir()
-    file = folder / "adapter_model.safetensors"
-    if any(name != key for key, name in wrapped.items()):
+    file, head = folder / "adapter_model.safetensors", _head_of(base, state)
+    if head or any(name != key for key, name in wrapped.items()):
         from safetensors.torch import load_file, save_file
 
-        save_file({key.replace(_WRAPPER, ""): value for key, value in load_file(file).items()}, file, {"format": "pt"})
+        saved = {key.replace(_WRAPPER, ""): value for key, value in load_file(file).items()}
+        save_file(saved | head, file, {"format": "pt"})
+    if head:
+        described = json.loads((folder / "adapter_config.json").read_text())
+        described |= {"modules_to_save": ["score"], "task_type": "SEQ_CLS"}
+        (folder / "adapter_config.json").write_text(json.dumps(described, indent=2, sort_keys=True))
+        (folder / HEAD_FILE).write_text(json.dumps({"reward_bias": getattr(base.config, "reward_bias", None) or 0.0}))
     config = getattr(base, "generation_config", None)
     if config is not None:
         config.save_pretrained(folder)
+
+
+def _head_of(base: Any, state: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the weights of a sequence classifier's head, by the names that PEFT saves them under."""
+    head: Any = getattr(base, "score", None)
+    if not callable(getattr(head, "state_dict", None)):
+        return {}
+    whole = head.state_dict() if state is None else {
+        key.rsplit(".", 1)[-1]: value for key, value in state.items() if ".score." in f".{key}"
+    }  # fmt: skip
+    return {f"base_model.model.score.{name}": value.detach().cpu().contiguous() for name, value in whole.items()}
 
 
 def check_target(directory: str | os.PathLike[str], source: str = "", overwrite: bool = False) -> None:

@@ -157,9 +157,6 @@ def test_what_cannot_be_exported_is_refused(tmp_path, module, shared):
         export(shared, target, role="critic")
     with pytest.raises(ValueError, match="its models are not loaded yet"):
         export(PPOLightningModule(actor=tiny.folder()), target)
-    critics, _ = trained(tmp_path / "lora", lora=LORA)
-    with pytest.raises(ValueError, match="use `merge` as well"):
-        export(critics, target, role="critic")
     lonely = PPOLightningModule(
         actor=tiny.folder(), ppo=PPOConfig(advantage="grpo"), sampling=SamplingConfig(samples_per_prompt=2)
     )

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import PeftModel
 from test_resume import same
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -33,7 +34,7 @@ from lit_ppo import (
     SFTDataModule,
     StageOptimConfig,
 )
-from lit_ppo.callbacks import FreezeParameters, GradientCheckpointing, OOMGuard, QuantizeModules
+from lit_ppo.callbacks import ExportHF, FreezeParameters, GradientCheckpointing, OOMGuard, QuantizeModules
 from lit_ppo.cli import main
 from lit_ppo.data.pairs import texts
 from lit_ppo.export import export, load_module, load_policy
@@ -284,11 +285,27 @@ def test_a_checkpoint_can_be_sampled_from_and_exported(tmp_path):
         stages.fit(tmp_path, stages.reward(), ckpt=tmp_path / "sft.ckpt")
 
 
-def test_a_reward_model_of_an_adapter_is_merged(tmp_path):
-    module = stages.reward(lora=LoRAConfig(r=4))
-    stages.fit(tmp_path, module)
-    with pytest.raises(ValueError, match='`role="reward"` has a trained head'):
-        export(module, tmp_path / "reward")
+@pytest.mark.parametrize("by", ["export", "callback"])
+def test_an_adapter_is_exported_with_its_head(tmp_path, by):
+    module = stages.reward(lora=LoRAConfig(r=4), ranking=RankingConfig(normalize="mean_std"))
+    callback = ExportHF(str(tmp_path / "adapter"), monitor=None)
+    stages.fit(tmp_path, module, max_epochs=2, callbacks=[callback] if by == "callback" else [])
+    if by == "export":
+        export(module, tmp_path / "adapter")
+    export(module, tmp_path / "merged", merge=True)
+    assert not hasattr(module.reward.base.config, "reward_bias")
+
+    texts = samples([(row["prompt"], row["chosen"]) for row in stages.pairs()])
+    adapter, merged = (ModelReward(str(tmp_path / name)) for name in ("adapter", "merged"))
+    for reward in (adapter, merged):
+        reward.load("cpu")
+    assert adapter.model.get_base_model().config.reward_bias == merged.model.config.reward_bias != 0
+    torch.testing.assert_close(adapter.score(texts), merged.score(texts), rtol=1e-4, atol=1e-4)
+
+    base = AutoModelForSequenceClassification.from_pretrained(tiny.folder(), num_labels=1)
+    plain = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()  # as anybody has it
+    ids = torch.arange(3, 12)[None]
+    torch.testing.assert_close(plain(input_ids=ids).logits, merged.model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------------- callbacks

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lit_ppo.config import RewardConfig
-from lit_ppo.hf_folder import no_bars
+from lit_ppo.hf_folder import HEAD_FILE, no_bars
 from lit_ppo.rewards.base import RewardError
 from lit_ppo.roles.quantized import check_quantize, loading_options, make_movable
 
@@ -62,6 +62,8 @@ def find_pretrained(options: RewardConfig) -> Pretrained:
                     " under it is not a sequence-classification model, so its scores would be random."
                 )
             config = AutoConfig.from_pretrained(base, num_labels=1, revision=revision, trust_remote_code=trust)
+        if adapter is not None and (bias := head_options(source, options.revision).get("reward_bias")) is not None:
+            config.reward_bias = bias
         tokenizer = AutoTokenizer.from_pretrained(source, revision=options.revision, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         raise RewardError(
@@ -70,6 +72,17 @@ def find_pretrained(options: RewardConfig) -> Pretrained:
         ) from error
     check_quantize("reward.quantize", options.quantize, config)
     return Pretrained(options.source, base, revision, source if adapter is not None else None, saved, config, tokenizer)
+
+
+def head_options(source: str, revision: str | None) -> dict[str, Any]:
+    """Return what lit-ppo writes beside an adapter with a head; nothing where another has written it."""
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        source, HEAD_FILE, revision=revision,
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    return {} if file is None else dict(json.loads(Path(file).read_text(encoding="utf-8")))
 
 
 def load_pretrained(found: Pretrained, options: RewardConfig, device: torch.device, load_kwargs: dict[str, Any]) -> Any:

@@ -145,6 +145,10 @@ class RewardModule(StageModule):
         """Score the reference answers, for an export from memory."""
         self.measure()
 
+    def before_export(self) -> None:
+        """Score the reference answers, for an export by a callback: on all ranks."""
+        self.measure()
+
     @contextmanager
     def finished(self, model: Any) -> Iterator[None]:
         """Have a model as it is to be exported: its scores normalised, and pad tokens known to transformers.

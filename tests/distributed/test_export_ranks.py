@@ -28,7 +28,7 @@ def test_an_export_does_not_tell_how_the_run_was_sharded(tmp_path, case):
     jobs = [base | {"name": kind, "kind": kind, "save": str(tmp_path / kind)} for kind in KINDS]
     spawn.succeed(2, str(tmp_path), json.dumps(jobs), limit=300)
     for role in ["actor", "critic"]:
-        merge = case == "scarce" and role == "critic"  # whose head is no part of an adapter
+        merge = case == "scarce" and role == "critic"
         folders = {}
         for kind in ["alone", *KINDS]:
             [ckpt] = (tmp_path / kind).glob("last.ckpt")
