@@ -52,6 +52,9 @@ class SamplingConfig:
     """Tokens that end a response. None: the tokenizer's EOS and those of the model's generation config."""
     stop_strings: list[str] | None = None
     """Texts that end a response, wherever its tokens complete one; the text stays part of the response."""
+    entropy: bool = False
+    """Measure the entropy of the distribution that each token is drawn from (nats; tempered, not truncated), logged per
+    token as `rollout/entropy` (`val/entropy` of `eval_sampling`)."""
 
     def __post_init__(self) -> None:
         """Check every value."""

@@ -96,6 +96,9 @@ class Rollout(_Rows):
     """(B,) bool: ended with a stop token (else cut by its length)."""
     logprobs: Tensor
     """(B, R) float32: the sampler's own log-prob of each token; 0 off the mask."""
+    entropy: Tensor | None = field(default=None, kw_only=True)
+    """(B, R) float32, nats, if `sampling.entropy` asks for it: of the distribution that each token was drawn from, the
+    softmax of all logits over the temperature, before top-k, top-p and min-p; 0 off the mask."""
     sizes: list[tuple[int, int]] | None = field(default=None, kw_only=True)
     """Tokens of each prompt and response, known to the host so that nothing waits for the device; see `measured`."""
 
@@ -119,14 +122,16 @@ class Rollout(_Rows):
         return replace(self, sizes=self.on_host())
 
     @staticmethod
-    def empty(prompts: Prompts) -> Rollout:
+    def empty(prompts: Prompts, entropy: bool = False) -> Rollout:
         """Return the rollout of no prompts.
 
         Args:
             prompts: 0 rows.
+            entropy: With entropies.
         """
-        none = prompts.lengths
-        return Rollout(prompts, none.reshape(0, 1), none, none.bool(), none.reshape(0, 1).float())
+        none, nothing = prompts.lengths, prompts.lengths.reshape(0, 1)
+        measured = nothing.float() if entropy else None
+        return Rollout(prompts, nothing, none, none.bool(), nothing.float(), entropy=measured)
 
     @staticmethod
     def cat(parts: list[Rollout]) -> Rollout:
@@ -151,6 +156,7 @@ class Rollout(_Rows):
             lengths=torch.cat([part.lengths for part in parts]),
             stopped=torch.cat([part.stopped for part in parts]),
             logprobs=_stack([part.logprobs for part in parts]),
+            entropy=_stack(known) if (known := [p.entropy for p in parts if p.entropy is not None]) else None,
         )
 
     def trim(self: RolloutLike) -> RolloutLike:

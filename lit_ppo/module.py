@@ -74,7 +74,7 @@ class PPOLightningModule(PPOHarness):
 
         def sample(start: int, stop: int) -> Rollout:
             if not len(prompts):  # a rank without any, which takes part in what the ranks agree on
-                return Rollout.empty(prompts)
+                return Rollout.empty(prompts, sampling.entropy)
             return self.engine.generate(prompts.select(torch.arange(start, stop)), sampling, draw)
 
         with self.sharding.gathered(self.views.actor.store):

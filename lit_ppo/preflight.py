@@ -31,7 +31,7 @@ def eval_sampling(train: SamplingConfig, given: SamplingConfig | dict[str, Any] 
     """Return how evaluation samples: as given, or as training does, but near-greedy and once a prompt."""
     if given is not None:
         return from_dict(SamplingConfig, given)
-    return replace(train, temperature=NEAR_GREEDY, samples_per_prompt=1)
+    return replace(train, temperature=NEAR_GREEDY, samples_per_prompt=1, entropy=False)
 
 
 def check_options(sampling: SamplingConfig, ppo: PPOConfig, layout: str, lora: LoRAConfig | None) -> None:

@@ -56,6 +56,8 @@ def record(
     means.add("rollout/skipped_rate", (~scores.keep).sum(), n)
     means.add("val/num_eos_tokens", rollout.stopped.sum(), 1 / world)
     means.add("rollout/tokens", lengths.sum(), 1 / world)
+    if rollout.entropy is not None:
+        means.add("rollout/entropy", rollout.entropy.double().sum(), lengths.sum())
     if (peak := device_peak(lengths.device)) is not None:
         rows = module.ppo.rollout_batch_size or int(getattr(module.engine, "max_rows", n))
         floor = rollout_floor(module.work["actor"], rollout.prompts.lengths.tolist(), lengths.tolist(), rows, peak)
@@ -93,6 +95,8 @@ def record_evaluation(means: Means, rollout: Rollout, scores: Scores) -> None:
             means.add_mean(f"reward_{name}", part, scores.keep)
     means.add("length_mean", rollout.lengths.sum(), len(rollout))
     means.add("eos_rate", rollout.stopped.sum(), len(rollout))
+    if rollout.entropy is not None:
+        means.add("entropy", rollout.entropy.double().sum(), rollout.lengths.sum())
 
 
 def derive(metrics: dict[str, float], module: PPOHarness) -> None:
@@ -139,6 +143,8 @@ def sample_rows(rollout: Rollout, scores: Scores | None, tokenizer: Any, limit: 
             "response": samples.responses[i],
             "stopped": samples.stopped[i],
         }
+        if rollout.entropy is not None:
+            row["entropy"] = float(rollout.entropy[i].sum() / rollout.lengths[i])
         if scores is not None:
             row["reward"] = float(scores.total[i])
             row |= {f"reward/{name}": float(part[i]) for name, part in scores.parts.items()}

@@ -20,7 +20,8 @@ def test_every_logged_metric_is_in_the_glossary(tmp_path):
     module = PPOLightningModule(
         tiny.folder(),
         reward=[tiny.count_w1, tiny.folder("qwen2", labels=1)],
-        sampling=SamplingConfig(max_new_tokens=4),
+        sampling=SamplingConfig(max_new_tokens=4, entropy=True),
+        eval_sampling=SamplingConfig(max_new_tokens=4, entropy=True),
         ppo=PPOConfig(epochs=1, dual_clip=3.0),
     )
     data = PromptDataModule(tiny.rows(), val=tiny.rows(2), test=tiny.rows(2), batch_size=8)

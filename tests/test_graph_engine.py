@@ -63,6 +63,7 @@ def assert_same(ours, theirs):
     mask = ours.mask
     assert torch.equal(ours.ids[mask], theirs.ids[mask])
     torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.entropy, theirs.entropy, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2", "qwen3", *MORE])
@@ -79,7 +80,7 @@ def test_tokens_are_those_of_generate(kind, temperature):
 @pytest.mark.parametrize(("rows", "behind"), [(1, 0), (2, 0), (5, 0), (2, 1), (5, 1), (5, 2)])
 def test_refills_change_nothing(rows, behind):
     model, prompts = tiny.model(scale=1.0), tiny.prompts(23)
-    options = sampling(model, stop_tokens=list(range(2, 12)), max_new_tokens=20)
+    options = sampling(model, stop_tokens=list(range(2, 12)), max_new_tokens=20, entropy=True)
     engine = GraphEngine(view(model), max_rows=rows, prefill_tokens=7, read_behind=behind)
     ours = engine.generate(prompts, options, DRAW)
     assert_same(ours, HFEngine(view(model)).generate(prompts, options, DRAW))
@@ -135,7 +136,7 @@ def test_a_sample_does_not_depend_on_who_shares_its_batch():
 @pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"suppress_tokens": ["w1", 7]}])
 def test_truncated_and_suppressed_distributions_are_those_of_hf(options):
     model, prompts = tiny.model(scale=3.0), tiny.prompts(8)
-    chosen = sampling(model, temperature=0.7, **options)
+    chosen = sampling(model, temperature=0.7, entropy=True, **options)
     assert_same(
         GraphEngine(view(model)).generate(prompts, chosen, DRAW), HFEngine(view(model)).generate(prompts, chosen, DRAW)
     )
@@ -145,7 +146,7 @@ def test_one_engine_serves_longer_shorter_larger_and_smaller_rollouts():
     model = tiny.model(scale=1.0)
     engine = GraphEngine(view(model), max_rows=4)
     for count, length, temperature in ((3, 4, 1.0), (9, 12, 1.0), (2, 3, 0.0), (9, 12, 1.0)):
-        options = sampling(model, max_new_tokens=length, temperature=temperature)
+        options = sampling(model, max_new_tokens=length, temperature=temperature, entropy=count != 9)
         prompts = tiny.prompts(count)
         assert_same(engine.generate(prompts, options, DRAW), HFEngine(view(model)).generate(prompts, options, DRAW))
         engine.sleep()

@@ -52,8 +52,8 @@ def test_decode_attention(dtype, splits, shape, spec):
     close(ours, expected, dtype)
 
 
-def sampler(vocab, temperature, suppress, use):
-    config = SamplingConfig(temperature=temperature, suppress_tokens=suppress)
+def sampler(vocab, temperature, suppress, use, entropy=False):
+    config = SamplingConfig(temperature=temperature, suppress_tokens=suppress, entropy=entropy)
     model_config = tiny.CONFIGS["llama"].__class__(**tiny.SHAPE | {"vocab_size": vocab})
     return DeviceSampler(
         resolve_sampling(config, tiny.tokenizer(), model_config, None), vocab, DEVICE, kernels if use else None
@@ -68,18 +68,29 @@ def test_sampling_is_that_of_the_reference(vocab, temperature, suppress):
     base = torch.tensor(base_key(3, 4, 1), device=DEVICE)
     index = torch.randint(0, 2**40, (rows,), device=DEVICE)
     step = torch.arange(rows, device=DEVICE)
-    token, logprob = sampler(vocab, temperature, suppress, True)(logits, base, index, step)
-    expected, expected_logprob = sampler(vocab, temperature, suppress, False)(logits, base, index, step)
+    logits[0, 60] = 90.0  # one token that is certain, and a row where all are equal
+    logits[1] = -7.0
+    arguments = logits, base, index, step
+    token, logprob, entropy = sampler(vocab, temperature, suppress, True, entropy=True)(*arguments)
+    expected, expected_logprob, expected_entropy = sampler(vocab, temperature, suppress, False, True)(*arguments)
     assert torch.equal(token, expected)
     torch.testing.assert_close(logprob, expected_logprob, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+    kept = vocab - len(suppress or [])
+    assert abs(float(entropy[0])) < 1e-5
+    assert float(entropy[1]) == pytest.approx(torch.tensor(float(kept)).log().item(), rel=1e-5)
     assert len(token.unique()) > rows // 2
+    plain = sampler(vocab, temperature, suppress, True)(*arguments)
+    assert torch.equal(plain[0], token)
+    assert torch.equal(plain[1], logprob)
+    assert plain[2] is None
 
 
 def test_a_tie_goes_to_the_lowest_id():
     logits = torch.zeros(2, 9000, device=DEVICE)
     logits[0, 5000], logits[0, 8999], logits[1, 7] = 1.0, 1.0, -1.0
     zeros = torch.zeros(2, dtype=torch.long, device=DEVICE)
-    token, _ = kernels.sample(logits, 0.0, None, zeros[0], zeros, zeros)
+    token, *_ = kernels.sample(logits, 0.0, None, zeros[0], zeros, zeros)
     assert token.tolist() == [5000, 0]
 
 
@@ -88,7 +99,7 @@ def test_the_board_advances_as_in_pytorch():
     stop = torch.zeros(20, dtype=torch.bool, device=DEVICE)
     stop[:6] = True
     for board in boards:
-        board.start(limit=4, base=-(2**62) - 5, pad=0)
+        board.start(limit=4, base=-(2**62) - 5, pad=0, entropy=True)
     for step in range(24):
         if step % 7 == 0 and step < 21:
             ready = torch.randint(0, 20, (4, 4), device=DEVICE)
@@ -96,11 +107,11 @@ def test_the_board_advances_as_in_pytorch():
                 board.enqueue(step // 7 * 4, ready)
                 board.fill(6)
         token, logprob = torch.randint(0, 20, (6,), device=DEVICE), torch.randn(6, device=DEVICE)
-        boards[0].advance(6, token, logprob, stop)
-        boards[1].advance(6, token, logprob, stop, kernels)
+        boards[0].advance(6, token, logprob, stop, None, logprob + 1)
+        boards[1].advance(6, token, logprob, stop, kernels, logprob + 1)
         for name in ("rows", "scalars"):
             assert torch.equal(getattr(boards[0], name), getattr(boards[1], name))
-        for name in ("ids", "logprobs", "lengths", "stopped"):
+        for name in ("ids", "logprobs", "entropy", "lengths", "stopped"):
             assert torch.equal(getattr(boards[0], name)[:12], getattr(boards[1], name)[:12])
     assert (boards[0].lengths[:12] > 0).all()
 

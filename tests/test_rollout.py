@@ -12,7 +12,7 @@ from lit_ppo.config import SamplingConfig
 from lit_ppo.experience import Rollout
 from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.rollout.base import Draw, finish, resolve_sampling
-from lit_ppo.rollout.hf import HFEngine
+from lit_ppo.rollout.hf import HFEngine, measured
 
 DRAW = Draw(seed=1, iteration=2)
 
@@ -93,6 +93,32 @@ def test_the_samplers_log_probs_are_those_of_the_training_forward(options):
         ours, _ = view(rollout, temperature=chosen.temperature, suppress=chosen.suppress)
     torch.testing.assert_close(rollout.logprobs, ours, rtol=1e-4, atol=1e-4)
     assert not torch.isin(rollout.ids[rollout.mask], chosen.suppress).any()
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.7, "suppress_tokens": ["w1", 7]}, {"temperature": 1.0, "top_k": 2}]
+)
+def test_the_entropy_is_that_of_the_whole_tempered_distribution(options):
+    model, prompts = tiny.model(scale=2.0), tiny.prompts()
+    chosen = sampling(model, entropy=True, **options)
+    rollout = engine(model).generate(prompts, chosen, DRAW)
+    with torch.no_grad():
+        _, expected = RoleView(RoleModel(model), "logprobs")(
+            rollout, temperature=chosen.temperature, suppress=chosen.suppress, entropy=True
+        )
+    torch.testing.assert_close(rollout.entropy, expected, rtol=1e-4, atol=1e-4)
+    assert (rollout.entropy[rollout.mask] > 0).all()
+    parts = [engine(model).generate(prompts.select(rows), chosen, DRAW) for rows in torch.arange(6).split(4)]
+    torch.testing.assert_close(Rollout.cat(parts).entropy, rollout.entropy)
+    assert engine(model).generate(prompts, sampling(model, **options), DRAW).entropy is None
+
+
+def test_entropies_by_hand():
+    logits = torch.tensor([[0.0, 0.0, -1e30, -1e30], [0.0, torch.tensor(3.0).log(), -torch.inf, -1e30]])
+    logprob, entropy = measured(logits, torch.tensor([1, 1]), True)
+    assert logprob.exp().tolist() == pytest.approx([0.5, 0.75])
+    half, quarters = torch.tensor(2.0).log(), torch.tensor(4.0).log() - 0.75 * torch.tensor(3.0).log()
+    assert entropy.tolist() == pytest.approx([float(half), float(quarters)])
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])

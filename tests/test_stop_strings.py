@@ -42,8 +42,9 @@ def test_the_first_token_that_completes_a_string_is_found(ids, strings):
 def test_engines_end_at_the_same_token(rows, behind):
     model, prompts = tiny.model(scale=1.0), tiny.prompts(24)
     config = SamplingConfig(
-        max_new_tokens=40, temperature=1.0, stop_tokens=["w5"], stop_strings=["w7", "w3 w", "w10 w11", "w2"]
-    )
+        max_new_tokens=40, temperature=1.0, stop_tokens=["w5"], stop_strings=["w7", "w3 w", "w10 w11", "w2"],
+        entropy=True,
+    )  # fmt: skip
     options = resolve_sampling(config, tiny.tokenizer(), model.config, model.generation_config)
     view, draw = RoleView(RoleModel(model), "logprobs"), Draw(3, 1)
     theirs = HFEngine(view).generate(prompts, options, draw)
@@ -52,6 +53,7 @@ def test_engines_end_at_the_same_token(rows, behind):
     assert torch.equal(ours.stopped, theirs.stopped)
     assert torch.equal(ours.ids[ours.mask], theirs.ids[theirs.mask])
     assert not ours.logprobs[~ours.mask].any()
+    torch.testing.assert_close(ours.entropy, theirs.entropy, rtol=1e-4, atol=1e-4)
     decode = tiny.tokenizer().decode
     ends = [
         any(s in decode(ids[:n]) for s in config.stop_strings) for ids, n in zip(ours.ids, ours.lengths, strict=True)

@@ -35,6 +35,8 @@ class Sampling:
     """Fills positions after the end; never read, as masks come from lengths."""
     stop_strings: StopStrings | None = None
     """Texts that end a response too."""
+    entropy: bool = False
+    """Also return `Rollout.entropy`."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,17 @@ def resolve_sampling(config: SamplingConfig, tokenizer: Any, model_config: Any, 
         stop=torch.tensor(stop, dtype=torch.long),
         pad=pad if pad is not None else (stop[0] if stop else 0),
         stop_strings=StopStrings(config.stop_strings, tokenizer.decode) if config.stop_strings else None,
+        entropy=config.entropy,
     )
 
 
 def finish(
-    prompts: Prompts, ids: Tensor, logprobs: Tensor, stop: Tensor, ends: list[int | None] | None = None
+    prompts: Prompts,
+    ids: Tensor,
+    logprobs: Tensor,
+    stop: Tensor,
+    ends: list[int | None] | None = None,
+    entropy: Tensor | None = None,
 ) -> Rollout:
     """Cut sampled tokens after the first stop token, or where a stop string ends before it.
 
@@ -113,6 +121,7 @@ def finish(
         logprobs: (B, R) float32 of the sampler.
         stop: (E,) int64.
         ends: Length of each response up to its stop string, if any.
+        entropy: (B, R) float32, where it was asked for.
     """
     is_stop = torch.isin(ids, stop.to(ids.device))
     stopped = is_stop.any(dim=1)
@@ -123,4 +132,5 @@ def finish(
         stopped, lengths = stopped | (cut <= lengths), torch.minimum(lengths, cut)
     rollout = Rollout(prompts=prompts, ids=ids, lengths=lengths, stopped=stopped, logprobs=logprobs)
     rollout.logprobs = torch.where(rollout.mask, logprobs, 0.0)
+    rollout.entropy = None if entropy is None else torch.where(rollout.mask, entropy, 0.0)
     return rollout

@@ -7,6 +7,7 @@ every few steps.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Board:
         scalars: (4,) int64: head and tail of the queue, longest response, noise key of the rollout.
         ids: (requests + 1, tokens) int64 responses.
         logprobs: (requests + 1, tokens) float32.
+        entropy: (requests + 1, tokens) float32, once a rollout has asked for it.
         lengths: (requests + 1,) int64, 0 until a request has ended.
         stopped: (requests + 1,) bool.
     """
@@ -45,6 +47,7 @@ class Board:
         self.nobody = requests  # idle rows write into one more response
         self.ids = torch.zeros(requests + 1, tokens, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(requests + 1, tokens, dtype=torch.float32, device=device)
+        self.entropy: Tensor | None = None
         self.lengths = torch.zeros(requests + 1, dtype=torch.int64, device=device)
         self.stopped = torch.zeros(requests + 1, dtype=torch.bool, device=device)
         self.trash = trash
@@ -54,13 +57,14 @@ class Board:
         """() int64, the noise key."""
         return self.scalars[3]
 
-    def start(self, limit: int, base: int, pad: int) -> None:
+    def start(self, limit: int, base: int, pad: int, entropy: bool = False) -> None:
         """Begin a rollout: all rows idle, the queue empty.
 
         Args:
             limit: Longest response.
             base: Noise key, from `lit_ppo.algo.noise.base_key`.
             pad: Fills what no response reaches.
+            entropy: Whether entropies will be recorded.
         """
         self.rows.zero_()
         self.rows[REQUEST] = -1
@@ -68,6 +72,8 @@ class Board:
         self.scalars.copy_(torch.tensor([0, 0, limit, base]))
         self.ids.fill_(pad)
         self.logprobs.zero_()
+        if entropy:
+            self.entropy = torch.zeros_like(self.logprobs) if self.entropy is None else self.entropy.zero_()
         self.lengths.zero_()
         self.stopped.zero_()
 
@@ -82,7 +88,15 @@ class Board:
         self.queue[:, first : first + count] = entries
         self.scalars[1] = first + count
 
-    def advance(self, rows: int, token: Tensor, logprob: Tensor, stop_table: Tensor, kernels: Any = None) -> None:
+    def advance(
+        self,
+        rows: int,
+        token: Tensor,
+        logprob: Tensor,
+        stop_table: Tensor,
+        kernels: Any = None,
+        entropy: Tensor | None = None,
+    ) -> None:
         """Record a sampled token a row, end what has ended, and give free rows the next requests.
 
         Args:
@@ -91,15 +105,19 @@ class Board:
             logprob: (rows,) float32.
             stop_table: (V,) bool, True for stop tokens.
             kernels: `lit_ppo.rollout.kernels`, or None for plain PyTorch.
+            entropy: (rows,) float32, if `start` was told to record it.
         """
         if kernels is not None:
-            kernels.advance(self, rows, token, logprob, stop_table)
+            kernels.advance(self, rows, token, logprob, stop_table, entropy)
             return
         request, _, length, slot, step, index = self.rows[:, :rows].unbind(0)
         busy = request >= 0
         at = torch.where(busy, request, self.nobody)
         self.ids[at, step] = token
         self.logprobs[at, step] = logprob
+        if entropy is not None:
+            assert self.entropy is not None
+            self.entropy[at, step] = entropy
         stop = stop_table[token]
         step = step + 1
         ended = busy & (stop | (step >= self.scalars[2]))
@@ -207,7 +225,54 @@ class Cutter:
             lengths[number] = end
 
 
-def to_host(x: Tensor) -> Tensor:
+@dataclass
+class Look:
+    """What a board showed after some decode steps, on its way to the host.
+
+    Attributes:
+        steps: Decode steps before it.
+        seen: Request and step of each row, length of each ended response, head of the queue: one after the other.
+        arrived: Set once `seen` may be read; None: now.
+        ids: (requests, tokens) int64 responses, where the host looks for stop strings.
+    """
+
+    steps: int
+    seen: Tensor
+    arrived: Any
+    ids: Tensor | None = None
+
+    @classmethod
+    def at(cls, board: Board, total: int, steps: int, with_ids: bool) -> Look:
+        """Send what a board shows to the host, without waiting for it.
+
+        Args:
+            board: Now.
+            total: Requests of the rollout.
+            steps: Decode steps so far.
+            with_ids: Send the responses too.
+        """
+        seen = torch.cat([board.rows[REQUEST], board.rows[STEP], board.lengths[:total], board.scalars[:1]])
+        ids = board.ids[:total] if with_ids else None
+        if not seen.is_cuda:
+            return cls(steps, seen, None, ids)
+        arrived = torch.cuda.Event()
+        look = cls(steps, _to_host(seen), arrived, None if ids is None else _to_host(ids))
+        arrived.record()
+        return look
+
+    def read(self, rows: int) -> tuple[list[int], list[int], list[int], int]:
+        """Wait for it and return its four parts.
+
+        Args:
+            rows: Of the board.
+        """
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        seen = self.seen.tolist()
+        return seen[:rows], seen[rows : 2 * rows], seen[2 * rows : -1], seen[-1]
+
+
+def _to_host(x: Tensor) -> Tensor:
     """Start a copy to pinned memory."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return host.copy_(x, non_blocking=True)

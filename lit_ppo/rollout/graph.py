@@ -14,19 +14,17 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
 from lit_ppo.algo.noise import base_key
 from lit_ppo.experience import Prompts, Rollout
 from lit_ppo.memory.ledger import available, device_use
 from lit_ppo.roles.model import RoleView
 from lit_ppo.rollout.base import Draw, RolloutEngine, Sampling
-from lit_ppo.rollout.board import INDEX, LENGTH, REQUEST, SLOT, STEP, TOKEN, Board, Cutter, to_host
+from lit_ppo.rollout.board import INDEX, LENGTH, SLOT, STEP, TOKEN, Board, Cutter, Look
 from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache
 from lit_ppo.rollout.fused import FusedTrunk, unfusable
 from lit_ppo.rollout.sampler import DeviceSampler, sampling_key
@@ -35,34 +33,6 @@ from lit_ppo.rollout.trunk import HFTrunk, cache_shape, differs, is_sharded, our
 
 READ_EVERY = 8
 """Decode steps between two looks of the host."""
-
-
-@dataclass
-class Look:
-    """What the board showed after some decode steps, on its way to the host.
-
-    Attributes:
-        steps: Decode steps before it.
-        seen: Request and step of each row, length of each ended response, head of the queue: one after the other.
-        arrived: Set once `seen` may be read; None: now.
-        ids: (requests, tokens) int64 responses, where the host looks for stop strings.
-    """
-
-    steps: int
-    seen: Tensor
-    arrived: Any
-    ids: Tensor | None = None
-
-    def read(self, rows: int) -> tuple[list[int], list[int], list[int], int]:
-        """Wait for it and return its four parts.
-
-        Args:
-            rows: Of the board.
-        """
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        seen = self.seen.tolist()
-        return seen[:rows], seen[rows : 2 * rows], seen[2 * rows : -1], seen[-1]
 
 
 class Unservable(ValueError):
@@ -182,7 +152,7 @@ class GraphEngine(RolloutEngine):
         cache, board = self._reserve(feeder, limit)
         self._trunk.reach(cache.width)
         sampler = self._sampler(sampling)
-        board.start(limit, base_key(draw.seed, draw.iteration, draw.stream), sampling.pad)
+        board.start(limit, base_key(draw.seed, draw.iteration, draw.stream), sampling.pad, sampling.entropy)
         feeder.open(cache.slots)
         width = board.rows.shape[1]
         bucket = min(bucket_of(feeder.total), width)
@@ -196,7 +166,7 @@ class GraphEngine(RolloutEngine):
             for _ in range(min(READ_EVERY, remaining)):
                 self._step(bucket, feeder.longest + steps, sampling, sampler)
                 steps, remaining = steps + 1, remaining - 1
-            looks.append(self._look(board, feeder.total, steps, sampling.stop_strings is not None))
+            looks.append(Look.at(board, feeder.total, steps, sampling.stop_strings is not None))
             if len(looks) <= self.read_behind and remaining > 0:
                 continue  # the host works on what the board showed before, while the device decodes on
             look = looks.popleft()
@@ -229,11 +199,14 @@ class GraphEngine(RolloutEngine):
             lengths=ended,
             stopped=board.stopped[: feeder.total].clone(),
             logprobs=board.logprobs[: feeder.total, :longest].clone(),
+            entropy=board.entropy[: feeder.total, :longest].clone() if sampling.entropy else None,  # type: ignore[index]
         )
         if cutter.lengths:  # what was decoded before the host had seen a stop string
             after = ~rollout.mask
             rollout.ids.masked_fill_(after, sampling.pad)
             rollout.logprobs.masked_fill_(after, 0.0)
+            if rollout.entropy is not None:
+                rollout.entropy.masked_fill_(after, 0.0)
         return rollout
 
     def _now(self) -> Any:
@@ -243,18 +216,6 @@ class GraphEngine(RolloutEngine):
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    @staticmethod
-    def _look(board: Board, total: int, steps: int, with_ids: bool) -> Look:
-        """Send what the board shows to the host, without waiting for it."""
-        seen = torch.cat([board.rows[REQUEST], board.rows[STEP], board.lengths[:total], board.scalars[:1]])
-        ids = board.ids[:total] if with_ids else None
-        if not seen.is_cuda:
-            return Look(steps, seen, None, ids)
-        arrived = torch.cuda.Event()
-        look = Look(steps, to_host(seen), arrived, None if ids is None else to_host(ids))
-        arrived.record()
-        return look
 
     def _feed(self, feeder: Feeder, prompts: Prompts, cache: SlotCache, board: Board, at_least: int) -> None:
         """Prefill the next requests, all but the last token of each prompt: that is the first step's input."""
@@ -302,8 +263,8 @@ class GraphEngine(RolloutEngine):
         dtype, on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         with torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False):
             logits = self._trunk.logits(self._trunk.hidden(state[TOKEN], state[LENGTH], attention))
-        token, logprob = sampler(logits, board.base, state[INDEX], state[STEP])
-        board.advance(rows, token, logprob, sampler.stop_table, self._kernels())
+        token, logprob, entropy = sampler(logits, board.base, state[INDEX], state[STEP])
+        board.advance(rows, token, logprob, sampler.stop_table, self._kernels(), entropy)
 
     # ------------------------------------------------------------------------------------- its memory and its model
 

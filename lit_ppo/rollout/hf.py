@@ -69,7 +69,8 @@ class HFEngine(RolloutEngine):
             base.generation_config = before
         ids = output[:, prompts.ids.shape[1] :]
         logprobs = torch.stack(sampler.logprobs, dim=1)[:, : ids.shape[1]]
-        return finish(prompts, ids, logprobs, sampling.stop, None if watch is None else watch.ends)
+        entropy = torch.stack(sampler.entropies, dim=1)[:, : ids.shape[1]] if sampling.entropy else None
+        return finish(prompts, ids, logprobs, sampling.stop, None if watch is None else watch.ends, entropy)
 
     def sleep(self) -> None:
         """Nothing is held between rollouts."""
@@ -84,6 +85,7 @@ class _Sampler:
     def __init__(self, sampling: Sampling, draw: Draw, index: Tensor) -> None:
         self.sampling, self.draw, self.index = sampling, draw, index
         self.logprobs: list[Tensor] = []
+        self.entropies: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(B, V) logits -> (B, V) perturbed logits, whose argmax is the sample."""
@@ -94,8 +96,29 @@ class _Sampler:
             t = len(self.logprobs)
             perturbed = perturbed + gumbel(d.seed, d.iteration, self.index, t, logits.shape[-1], stream=d.stream)
         token = perturbed.argmax(dim=-1, keepdim=True)
-        self.logprobs.append((logits.gather(-1, token) - logits.logsumexp(-1, keepdim=True))[:, 0])
+        logprob, entropy = measured(logits, token[:, 0], s.entropy)
+        self.logprobs.append(logprob)
+        self.entropies += [entropy] if entropy is not None else []
         return perturbed
+
+
+def measured(logits: Tensor, token: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of what was sampled, and the entropy of what it was sampled from.
+
+    Args:
+        logits: (B, V) float32, tempered and not truncated.
+        token: (B,) int64.
+        entropy: Whether it is asked for.
+
+    Returns:
+        (B,) float32 each; without `entropy` the second is None.
+    """
+    total = logits.logsumexp(-1)
+    logprob = logits.gather(-1, token[:, None])[:, 0] - total
+    if not entropy:
+        return logprob, None
+    logits = logits - total[:, None]
+    return logprob, -(logits.exp() * logits.clamp(min=-1e30)).sum(-1)  # 0 * -inf would be NaN
 
 
 def truncate(logits: Tensor, sampling: Any) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_ppo.algo.noise import random_bits, row_keys, to_gumbel
 from lit_ppo.roles.logprobs import tempered_logits
 from lit_ppo.rollout.base import Sampling
-from lit_ppo.rollout.hf import truncate
+from lit_ppo.rollout.hf import measured, truncate
 
 
 class DeviceSampler:
@@ -34,7 +34,9 @@ class DeviceSampler:
         truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self.kernels = None if truncates else kernels
 
-    def __call__(self, logits: Tensor, base: Tensor, index: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, logits: Tensor, base: Tensor, index: Tensor, step: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Sample.
 
         Args:
@@ -44,22 +46,24 @@ class DeviceSampler:
             step: (B,) int64 number of the token in its response.
 
         Returns:
-            (B,) int64 tokens and their (B,) float32 log-probs under the tempered, not truncated, distribution.
+            (B,) int64 tokens, their (B,) float32 log-probs under the tempered, not truncated, distribution, and its
+            (B,) float32 entropy in nats, or None where `Sampling.entropy` does not ask for it.
         """
         s = self.sampling
         if self.kernels is not None:
             table = self.suppress_table if s.suppress.numel() else None
-            picked: tuple[Tensor, Tensor] = self.kernels.sample(logits, s.temperature, table, base, index, step)
+            options = s.temperature, table, base, index, step, s.entropy
+            picked: tuple[Tensor, Tensor, Tensor | None] = self.kernels.sample(logits, *options)
             return picked
         tempered = tempered_logits(logits, s.temperature, self.suppress)
         perturbed = truncate(tempered, s)
         if s.temperature > 0:
             perturbed = perturbed + to_gumbel(random_bits(row_keys(base, index, step), logits.shape[-1]))
         token = perturbed.argmax(-1)
-        return token, tempered.gather(-1, token[:, None])[:, 0] - tempered.logsumexp(-1)
+        return token, *measured(tempered, token, s.entropy)
 
 
 def sampling_key(sampling: Sampling) -> tuple[Any, ...]:
     """What two samplings must share to share a captured graph; the longest response is not part of it."""
     s = sampling
-    return s.temperature, s.top_k, s.top_p, s.min_p, tuple(s.suppress.tolist()), tuple(s.stop.tolist())
+    return s.temperature, s.top_k, s.top_p, s.min_p, s.entropy, tuple(s.suppress.tolist()), tuple(s.stop.tolist())

@@ -71,8 +71,10 @@ def _sample_blocks(
     TEMPER: tl.constexpr,
     SUPPRESS: tl.constexpr,
     FAST: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):
-    # One program: one row, BLOCK vocabulary entries -> (max, sum of exp, best perturbed logit, its logit), its id.
+    # One program: one row, BLOCK vocabulary entries -> (max, sum of exp, best perturbed logit, its logit), its id;
+    # with ENTROPY also the sum of exp times how far below the max a logit is.
     row = tl.program_id(0)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -95,11 +97,14 @@ def _sample_blocks(
         best = top + tl.log(best)
     chosen = tl.max(tl.where(ids == place, logit, float("-inf")), 0)
     at = row * tl.num_programs(1) + block
-    tl.store(part_ptr + at * 4, top)
-    tl.store(part_ptr + at * 4 + 1, total)
-    tl.store(part_ptr + at * 4 + 2, best)
-    tl.store(part_ptr + at * 4 + 3, chosen)
     tl.store(place_ptr + at, place)
+    at *= 4 + ENTROPY
+    tl.store(part_ptr + at, top)
+    tl.store(part_ptr + at + 1, total)
+    tl.store(part_ptr + at + 2, best)
+    tl.store(part_ptr + at + 3, chosen)
+    if ENTROPY:
+        tl.store(part_ptr + at + 4, tl.sum(tl.where(weight > 0, weight * (top - logit), 0.0), 0))
 
 
 @triton.jit
@@ -108,29 +113,42 @@ def _sample_rows(
     place_ptr,
     token_ptr,
     logprob_ptr,
+    entropy_ptr,
     BLOCKS: tl.constexpr,
     BLOCKS_POWER: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):
     row = tl.program_id(0)
     b = tl.arange(0, BLOCKS_POWER)
     real = b < BLOCKS
-    at = part_ptr + (row * BLOCKS + b) * 4
+    at = part_ptr + (row * BLOCKS + b) * (4 + ENTROPY)
     top = tl.load(at, mask=real, other=-1.0e38)
     total = tl.load(at + 1, mask=real, other=0.0)
     best = tl.load(at + 2, mask=real, other=float("-inf"))
     chosen = tl.load(at + 3, mask=real, other=0.0)
     place = tl.load(place_ptr + row * BLOCKS + b, mask=real, other=2147483647)
     highest = tl.max(top, 0)
-    log_total = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
+    scale = tl.exp(top - highest)
+    whole = tl.sum(total * scale, 0)
+    log_total = highest + tl.log(whole)
     token = tl.min(tl.where(best == tl.max(best, 0), place, 2147483647), 0)
     logit = tl.max(tl.where(place == token, chosen, float("-inf")), 0)
     tl.store(token_ptr + row, token.to(tl.int64))
     tl.store(logprob_ptr + row, logit - log_total)
+    if ENTROPY:
+        below = tl.load(at + 4, mask=real, other=0.0) + total * (highest - top)  # of the highest of all blocks
+        tl.store(entropy_ptr + row, tl.log(whole) + tl.sum(tl.where(scale > 0, scale * below, 0.0), 0) / whole)
 
 
 def sample(
-    logits: Tensor, temperature: float, suppress_table: Tensor | None, base: Tensor, index: Tensor, step: Tensor
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor,
+    temperature: float,
+    suppress_table: Tensor | None,
+    base: Tensor,
+    index: Tensor,
+    step: Tensor,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sample a token a row and take its log-prob in one pass over the logits. Twin: `DeviceSampler` without kernels.
 
     Args:
@@ -140,32 +158,36 @@ def sample(
         base: () int64 noise key of the rollout.
         index: (B,) int64 noise index of each row.
         step: (B,) int64 number of the token in its response.
+        entropy: Also compute the entropy of each row's distribution.
 
     Returns:
-        (B,) int64 tokens, (B,) float32 log-probs.
+        (B,) int64 tokens, (B,) float32 log-probs, (B,) float32 entropies in nats or None.
     """
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, SAMPLE_BLOCK)
-    part = torch.empty(rows, blocks, 4, dtype=torch.float32, device=logits.device)
+    part = torch.empty(rows, blocks, 4 + entropy, dtype=torch.float32, device=logits.device)
     place = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     token = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    entropies = torch.empty_like(logprob) if entropy else None
     _sample_blocks[(rows, blocks)](
         logits, part if suppress_table is None else suppress_table, base, index, step, part, place,
         temperature, vocab, logits.stride(0), BLOCK=SAMPLE_BLOCK, NOISE=temperature > 0,
         TEMPER=temperature not in (0, 1), SUPPRESS=suppress_table is not None, FAST=logits.is_cuda,
-        num_warps=SAMPLE_WARPS,
+        ENTROPY=entropy, num_warps=SAMPLE_WARPS,
     )  # fmt: skip
     _sample_rows[(rows,)](
         part,
         place,
         token,
         logprob,
+        logprob if entropies is None else entropies,
         BLOCKS=blocks,
         BLOCKS_POWER=next_power(blocks),
+        ENTROPY=entropy,
         num_warps=1,
     )
-    return token, logprob
+    return token, logprob, entropies
 
 
 @triton.jit
@@ -180,12 +202,15 @@ def _advance(
     token_ptr,
     logprob_ptr,
     stop_ptr,
+    entropies_ptr,
+    entropy_ptr,
     count,
     width,
     queue_width,
     response_width,
     trash,
     BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):
     row = tl.arange(0, BLOCK)
     real = row < count
@@ -202,6 +227,9 @@ def _advance(
     busy = real & (request >= 0)
     tl.store(ids_ptr + request * response_width + step, token, mask=busy)
     tl.store(logprobs_ptr + request * response_width + step, logprob, mask=busy)
+    if ENTROPY:
+        entropy = tl.load(entropy_ptr + row, mask=real, other=0.0)
+        tl.store(entropies_ptr + request * response_width + step, entropy, mask=busy)
     stop = tl.load(stop_ptr + token, mask=busy, other=0) != 0
     step = step + 1
     ended = busy & (stop | (step >= limit))
@@ -226,10 +254,14 @@ def _advance(
     tl.store(scalars_ptr, head + tl.sum(take.to(tl.int32), 0))
 
 
-def advance(board: Board, rows: int, token: Tensor, logprob: Tensor, stop_table: Tensor) -> None:
+def advance(
+    board: Board, rows: int, token: Tensor, logprob: Tensor, stop_table: Tensor, entropy: Tensor | None = None
+) -> None:
     """Do `Board.advance` in one program."""
+    into, of = (board.logprobs, logprob) if entropy is None else (board.entropy, entropy)
     _advance[(1,)](
         board.rows, board.queue, board.scalars, board.ids, board.logprobs, board.lengths, board.stopped,
-        token, logprob, stop_table, rows, board.rows.shape[1], board.queue.shape[1], board.ids.shape[1], board.trash,
-        BLOCK=next_power(rows), num_warps=4,
+        token, logprob, stop_table, into, of,
+        rows, board.rows.shape[1], board.queue.shape[1], board.ids.shape[1], board.trash,
+        BLOCK=next_power(rows), ENTROPY=entropy is not None, num_warps=4,
     )  # fmt: skip
