@@ -52,9 +52,10 @@ def test_a_preset_runs_from_its_yaml(ranks, device, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(RUN.replace("accelerator: cpu", f"accelerator: {device}"))
     more = ["--preset", str(path), "--cap", "12GB", *(["--rank-of", "4"] if ranks > 1 else [])]
+    found = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(  # a process of its own: a fake process group is for good
         [sys.executable, "benchmarks/memory.py", *options(tmp_path, *more, device=device)],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": found}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     [row] = rows(tmp_path)
