@@ -561,7 +561,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=None, help="default: 2 in the grid, 3 of a preset")
     parser.add_argument("--rank-of", type=int, default=None, help="be rank 0 of so many under FSDP2")
     parser.add_argument("--shape", choices=list(SHAPES), help="in place of the presets' shapes")
-    parser.add_argument("--override", nargs="*", default=[], help="more options of `lit-ppo fit`")
+    parser.add_argument("--override", action="append", default=[], help="one more option of `lit-ppo fit`; may be repeated")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     shm = Path("/dev/shm")
     parser.add_argument("--scratch", type=Path, default=shm if shm.is_dir() else Path(tempfile.gettempdir()))
