@@ -173,6 +173,19 @@ def test_more_ranks_share_what_is_trained():
     assert ddp.stores["actor"].state == one.stores["actor"].state
 
 
+def test_fsdp1_does_not_cut_what_has_another_dtype_than_the_trunk():
+    lora = {"lora": {"r": 4}, "layout": "shared", "actor": {"source": "here", "dtype": "bfloat16"}}
+    flat, fully, ddp = (
+        Forecast(setup_of(gpus=4, model=dict(lora), trainer={"strategy": strategy})[0]).stores["actor"]
+        for strategy in ("fsdp", {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}, "ddp")
+    )
+    assert flat.state == ddp.state == 4 * fully.state
+    assert flat.trained == ddp.trained == 4 * fully.trained
+    # small ones take blocks of 512 bytes, which the gradients' sum does not count
+    assert flat.weights == pytest.approx(ddp.trained + (ddp.weights - ddp.trained) / 4, rel=0.02)
+    assert fully.weights == ddp.weights // 4
+
+
 @pytest.mark.parametrize(
     ("text", "count", "name", "gib"),
     [

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 
 from lit_ppo import PPOLightningModule, PromptDataModule, RoleConfig, SamplingConfig
 from lit_ppo.experience import Experience, Rollout
@@ -18,7 +20,7 @@ from lit_ppo.roles.build import build_roles, named_tensors, plan_roles
 from lit_ppo.roles.loading import empty_model, load_causal_lm, load_critic
 from lit_ppo.roles.model import RoleModel
 from lit_ppo.sharding import sharding_for
-from lit_ppo.sharding.fsdp1 import one_dtype
+from lit_ppo.sharding.fsdp1 import FSDP1, unscalable_to_float32
 from lit_ppo.sharding.materialize import Source, fill
 from lit_ppo.sharding.units import check_floats, layers
 
@@ -90,12 +92,32 @@ def test_quantized_weights_are_not_sharded():
         check_floats(store, "FSDP1")
 
 
-def test_fsdp1_units_have_one_dtype():
-    store = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 1))
-    one_dtype(store, scaled=False)
-    assert {p.dtype for p in store.parameters()} == {torch.bfloat16}
-    one_dtype(store, scaled=True)  # a GradScaler takes no other gradients
+def test_a_trained_trunk_is_float32_where_gradients_are_scaled():
+    store = RoleModel(tiny.model().bfloat16())
+    unscalable_to_float32(store.requires_grad_(False))
+    assert {p.dtype for p in store.parameters()} == {torch.bfloat16}  # a frozen one has no gradients
+    unscalable_to_float32(store.requires_grad_(True))
     assert {p.dtype for p in store.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["ignored_modules", "ignored_states"])
+def test_nothing_is_left_out_of_fsdp1(name):
+    with pytest.raises(ValueError, match=f"`FSDPStrategy\\({name}=...\\)`: what is left out would train apart"):
+        FSDP1(FSDPStrategy(**{name: [nn.Linear(2, 2)]}))
+
+
+def test_fsdp1_leaves_dtypes_alone_without_a_precision():
+    """As every other strategy: Lightning's would make a bfloat16 trunk float32."""
+    strategy = FSDPStrategy(precision_plugin=FSDPPrecision("32-true"))
+    FSDP1(strategy)
+    trunk = nn.Linear(2, 2).bfloat16()
+    assert strategy.precision_plugin.convert_module(trunk).weight.dtype == torch.bfloat16
+    assert strategy.mixed_precision_config == MixedPrecision()
+    half = FSDPStrategy(precision_plugin=FSDPPrecision("bf16-true"))
+    FSDP1(half)
+    assert half.precision_plugin.convert_module(nn.Linear(2, 2)).weight.dtype == torch.bfloat16
+    assert half.mixed_precision_config.param_dtype == torch.bfloat16
+    assert half.mixed_precision_config.buffer_dtype is None
 
 
 def test_float32_buffers_stay_float32():

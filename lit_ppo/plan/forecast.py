@@ -93,17 +93,30 @@ class Forecast:
             """One layer's share times the layers, and the rest."""
             return count(lambda p: id(p) not in others) + (1 + more) * count(lambda p: id(p) in inside)
 
-        weights = total(lambda which: weight_bytes(view.store, which))
-        gradients = total(lambda which: sum(p.numel() * p.element_size() for p in trained if which(p)))
-        state = total(lambda which: sum(self._state(p) for p in trained if which(p)))
+        def weights(which: Callable[[Any], bool]) -> int:
+            return weight_bytes(view.store, which)
+
+        def gradients(which: Callable[[Any], bool]) -> int:
+            return sum(p.numel() * p.element_size() for p in trained if which(p))
+
+        def state(which: Callable[[Any], bool]) -> int:
+            return sum(self._state(p) for p in trained if which(p))
+
         one = weight_bytes(view.store, lambda p: id(p) in inside)
         unit = 2 * one + weight_bytes(view.store, lambda p: id(p) not in others)
         largest = max((p.numel() for p in trained), default=0)
         n = self.setup.ranks if self.setup.family == "fsdp" and model.sharded else 1
         if role == "reference" and model.quantize != "none":
             n = 1
+        odd = {id(p) for p in trained if n > 1 and self.setup.flat and p.dtype != model.dtype}
+
+        def share(count: Callable[[Any], int]) -> int:
+            """What this rank holds: its part, and all of what FSDP1 does not cut."""
+            whole = total(lambda which: count(lambda p: id(p) in odd and which(p)))
+            return whole - (whole - total(count)) // n
+
         return Store(
-            -(-weights // n), -(-gradients // n), -(-state // n), -(-largest // n), unit if n > 1 else 0, weights
+            share(weights), share(gradients), share(state), -(-largest // n), unit if n > 1 else 0, total(weights)
         )
 
     def _frozen(self, model: Model) -> Store:

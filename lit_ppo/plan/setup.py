@@ -63,6 +63,8 @@ class Setup:
     """Responses of an iteration, on this rank."""
     ranks: int = 1
     family: str = "one"
+    flat: bool = False
+    """By FSDP1, whose flat parameters have one dtype: what has another is whole on each rank."""
     card: int = 80 * 2**30
     """Bytes of the GPU."""
     checkpointing: int | None = None
@@ -180,10 +182,11 @@ def read_setup(
             f"`data.max_prompt_length` is not set: prompts of {prompt} tokens, all that the context holds, are assumed."
         )
     family = _family(strategy or trainer.get("strategy"), gpus)
+    flat = family == "fsdp" and "parallel" not in str(strategy or trainer.get("strategy")).lower()
     setup = Setup(
         actor, critic, reference, rewards, ppo, sampling, optim, lora, shared, precision, int(prompt),
         episodes=-(-int(data.get("batch_size") or 512) * sampling.samples_per_prompt // gpus), ranks=gpus,
-        family=family, card=card, notes=notes,
+        family=family, flat=flat, card=card, notes=notes,
     )  # fmt: skip
     for name, options in callbacks:
         _apply(setup, name, options)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 FAMILIES = {"model": "FSDPStrategy", "state_dict": "ModelParallelStrategy"}
 """By the name that a folder keeps the weights under, the strategy that wrote it."""
@@ -89,7 +93,13 @@ def use_folders_safely(strategy: Any) -> None:
         recover(checkpoint_path)
         strategy.barrier()
         check_family(checkpoint_path, strategy)
-        return read(checkpoint_path, weights_only=weights_only)
+        hook = partial(make_whole, device=strategy.root_device)
+        hooks = [optimizer.register_load_state_dict_pre_hook(hook) for optimizer in strategy.optimizers]
+        try:
+            return read(checkpoint_path, weights_only=weights_only)
+        finally:
+            for added in hooks:
+                added.remove()
 
     strategy.load_checkpoint = load_checkpoint
     if not writes_folders(strategy):
@@ -118,6 +128,38 @@ def use_folders_safely(strategy: Any) -> None:
         strategy.barrier()
 
     strategy.save_checkpoint = save_checkpoint
+
+
+def make_whole(optimizer: Any, state: dict[str, Any], *, device: torch.device) -> None:
+    """Gather what is cut of an optimizer's state, in place, where its parameter is whole.
+
+    torch reads every state of a sharded checkpoint in shards, and FSDP puts those of its own parameters where they
+    belong.
+
+    Args:
+        optimizer: That loads the state.
+        state: The same on all ranks, but for the shards.
+        device: That collectives run on.
+    """
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+    for key in sorted(state["state"], key=str):
+        for name, value in sorted(state["state"][key].items()):
+            if isinstance(value, ShardedTensor):
+                state["state"][key][name] = _gathered(value, device)
+
+
+def _gathered(cut: Any, device: torch.device) -> torch.Tensor:
+    """Return a ShardedTensor whole, on every rank and this device."""
+    mine = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in cut.local_shards()}
+    whole = torch.empty(cut.size(), dtype=cut.dtype, device=device)
+    for shard in cut.metadata().shards_metadata:  # of rows
+        first, rows = shard.shard_offsets[0], shard.shard_sizes[0]
+        part = whole[first : first + rows]
+        if tuple(shard.shard_offsets) in mine:
+            part.copy_(mine[tuple(shard.shard_offsets)])
+        dist.broadcast(part, shard.placement.rank())
+    return whole
 
 
 def recover(path: Any) -> None:

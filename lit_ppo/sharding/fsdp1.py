@@ -1,4 +1,8 @@
-"""`strategy="fsdp"` and `FSDPStrategy`: FSDP1, the parameters of a unit flattened into one and cut evenly."""
+"""`strategy="fsdp"` and `FSDPStrategy`: FSDP1, the parameters of a unit flattened into one and cut evenly.
+
+A flat parameter has one dtype. Adapters and heads of another one than their trunk stay as they are, whole on every
+rank, and are trained as under DDP.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard, _unshard
 from torch.distributed.fsdp.wrap import wrap
@@ -32,7 +35,7 @@ class FSDP1(Replicated):
         strategy: Lightning's.
 
     Raises:
-        ValueError: `use_orig_params=False`.
+        ValueError: `use_orig_params=False`, or parameters that are to be left out.
     """
 
     sharded = True
@@ -45,12 +48,23 @@ class FSDP1(Replicated):
                 "`FSDPStrategy(use_orig_params=False)` leaves no parameters to tell roles, adapters and frozen weights "
                 "apart. Leave it out."
             )
+        for name in ("ignored_modules", "ignored_states"):
+            if strategy.kwargs.get(name):
+                raise ValueError(
+                    f"`FSDPStrategy({name}=...)`: what is left out would train apart on each rank. Leave it out: "
+                    "parameters of another dtype than their trunk stay whole, and are averaged."
+                )
         self.policy = strategy.kwargs.get("auto_wrap_policy")
         with warnings.catch_warnings():  # of a full-precision copy, which only weights loaded in full precision keep
             warnings.filterwarnings("ignore", "FSDP with `.*-true` enables computation in lower precision")
             mixed = strategy.mixed_precision_config
+        if strategy.precision_plugin.precision == "32-true":
+            # Every other strategy leaves the dtypes of the roles alone then; this one would make float32 of them.
+            strategy.precision_plugin.convert_module = lambda module: module
+            mixed = strategy.mixed_precision or MixedPrecision()
         if mixed is not None:  # rotary frequencies rounded to bfloat16 would lose their place after some hundred tokens
             strategy.mixed_precision = replace(mixed, buffer_dtype=None)
+        self._whole: set[nn.Parameter] = set()
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     def place(self, store: nn.Module, source: Source) -> nn.Module:
@@ -58,17 +72,19 @@ class FSDP1(Replicated):
         if isinstance(store, FullyShardedDataParallel):
             return store
         check_floats(store, "FSDP1")
-        one_dtype(store, scaled=self.strategy.precision_plugin.precision == "16-mixed")
+        if self.strategy.precision_plugin.precision == "16-mixed":
+            unscalable_to_float32(store)
+        dtype = max(store.parameters(), key=lambda p: p.numel()).dtype
         done = set()
-        options = {} if self.policy is None else {"auto_wrap_policy": self.policy}
         if self.policy is None:
             for parent, name, layer in layers(store):
                 fill(layer, source)
-                unit = wrap(layer, **options)
+                unit = wrap(layer, ignored_states=self._keep_whole(layer, dtype))
                 setattr(parent, name, unit)
                 done.add(unit)
         fill(store, source, skip=done)
-        wrapped = wrap(store, **options)
+        options = {} if self.policy is None else {"auto_wrap_policy": self.policy}
+        wrapped = wrap(store, ignored_states=self._keep_whole(store, dtype), **options)
         for unit in units_of(wrapped):
             if not unit._handle.flat_param.requires_grad:
                 # Without a gradient, and on one rank, FSDP leaves a unit's weights as plain tensors after a backward,
@@ -76,6 +92,12 @@ class FSDP1(Replicated):
                 unit._handle._skip_writeback_check = True
         self.strategy.kwargs.pop("auto_wrap_policy", None)  # applied: Lightning need not warn that it is not
         return wrapped
+
+    def _keep_whole(self, module: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
+        """Return the parameters that do not go into a flat one of this dtype."""
+        odd = [p for p in module.parameters() if p.dtype != dtype]
+        self._whole.update(odd)
+        return odd
 
     @contextmanager
     def gathered(self, store: nn.Module) -> Iterator[None]:
@@ -112,7 +134,7 @@ class FSDP1(Replicated):
         if self.device.type == "cpu" or not self.strategy.cpu_offload.offload_params:
             return
         for parameter in self.strategy.model.parameters():
-            if parameter.grad is None:
+            if parameter.grad is None or parameter in self._whole:
                 continue
             if parameter in self._sums:
                 parameter.grad.copy_(self._sums[parameter].add_(parameter.grad))
@@ -120,29 +142,33 @@ class FSDP1(Replicated):
                 self._sums[parameter] = parameter.grad.clone()
 
     def average(self, parameters: list[nn.Parameter]) -> None:
-        """The backwards have done it."""
+        """Average what is whole on every rank; for the shards the backwards have done it."""
+        whole = [p for p in parameters if p in self._whole]
+        if whole:
+            super().average(whole)
 
     @torch.no_grad()
     def clip(self, parameters: list[nn.Parameter], limit: float) -> Tensor | None:
-        """Clip by the norm over all shards; a rank may hold none of a parameter."""
-        grads = [p.grad for p in parameters if p.grad is not None]
-        squares = [g.float().square().sum() for g in grads]
-        found = torch.stack(
-            [
-                sum(squares, torch.zeros((), dtype=torch.float32, device=self.device)),
-                torch.tensor(float(len(grads)), dtype=torch.float32).to(self.device),
-            ]
-        )
+        """Clip by the norm over all shards, of which a rank may hold none, and of what is whole."""
+        grads = [p.grad for p in parameters if p.grad is not None and p not in self._whole]
+        whole = [p.grad for p in parameters if p.grad is not None and p in self._whole]
+        found = self._squares(grads)
         if self.strategy.sharding_strategy != ShardingStrategy.NO_SHARD:
             dist.all_reduce(found, group=self._group())
+        found += self._squares(whole)
         if not found[1]:
             return None
         norm = found[0].sqrt()
         if limit != float("inf"):
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-            for grad in grads:
+            for grad in grads + whole:
                 grad.mul_(scale.to(grad))
         return norm
+
+    def _squares(self, grads: list[Tensor]) -> Tensor:
+        """Return the sum of their squares, and how many they are."""
+        squares = sum((g.float().square().sum() for g in grads), torch.zeros((), device=self.device))
+        return torch.stack([squares.float(), torch.tensor(float(len(grads)), device=self.device).float()])
 
     def _group(self) -> Any:
         """The ranks that one copy of the weights is cut over: all, or with HYBRID_SHARD those of a node."""
@@ -155,19 +181,7 @@ def units_of(store: nn.Module) -> list[Any]:
     return [m for m in store.modules() if isinstance(m, FullyShardedDataParallel) and m._handle is not None]
 
 
-def one_dtype(store: nn.Module, scaled: bool) -> None:
-    """Give adapters and heads the dtype of the trunk: FSDP1 flattens a unit into one tensor.
-
-    The optimizer keeps float32 masters of what is trained, whatever its dtype.
-
-    Args:
-        store: Of parameters.
-        scaled: Gradients are scaled (16-mixed), which is for float32 gradients alone: then the trunk is float32, too.
-    """
-    dtype = torch.float32 if scaled else max(store.parameters(), key=lambda p: p.numel()).dtype
-    odd = [n for n, p in store.named_parameters() if p.dtype != dtype]
-    for parameter in store.parameters():
-        if parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
-    if odd:
-        rank_zero_info(f"FSDP1 units have one dtype: {len(odd)} tensors ({odd[0]}, ...) are held in {dtype}.")
+def unscalable_to_float32(store: nn.Module) -> None:
+    """Make float32 weights of a trunk that is trained with scaled gradients (16-mixed): a scaler takes no others."""
+    if not hasattr(store.model, "peft_config") and any(p.requires_grad for p in store.parameters()):
+        store.to(torch.float32)

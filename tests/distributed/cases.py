@@ -24,6 +24,7 @@ from lit_ppo import (
     PPOLightningModule,
     PromptDataModule,
     RewardConfig,
+    RoleConfig,
     SamplingConfig,
 )
 from lit_ppo.callbacks import FreezeParameters, GradientCheckpointing, OOMGuard, QuantizeRewardModel
@@ -56,6 +57,8 @@ CASES: dict[str, dict[str, Any]] = {
         ),
     },
     "shared": {"lora": LoRAConfig(r=4), "layout": "shared"},
+    # float32 adapters and heads on a bfloat16 trunk, as `auto` has it on a GPU: FSDP1 cannot flatten them together
+    "two dtypes": {"lora": LoRAConfig(r=4), "ppo": PPOConfig(epochs=2, minibatches=2, micro_batch_size=1)},
     # all of the callbacks at once: layers that thaw, layers that never train, recomputation, a reward model in 4 bits
     "callbacks": {"reward": [wordy, RewardConfig(source="REWARD", weight=0.5, name="model")]},
     # three prompts: with four ranks, one has none; micro-batches by tokens, more on one rank than on another
@@ -70,6 +73,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 PROMPTS = {"scarce": 3}
+DTYPES = {"two dtypes": "bfloat16"}
+"""Of the actor's weights; the default is float32 on the CPU."""
 CALLBACKS: dict[str, Any] = {
     "shared": lambda: [GradientCheckpointing()],
     "callbacks": lambda: [
@@ -90,7 +95,7 @@ def folders() -> dict[str, str]:
 def module(case: str, actor: str, reward: str, **changes: Any) -> PPOLightningModule:
     """The module of a case."""
     options = {
-        "actor": actor,
+        "actor": RoleConfig(source=actor, dtype=DTYPES.get(case, "auto")),
         "reward": wordy,
         "sampling": SamplingConfig(max_new_tokens=6, temperature=1.0),
         "ppo": PPOConfig(epochs=2, minibatches=2),
@@ -236,6 +241,7 @@ def fit(
         "global_step": trainer.global_step,
         "dtypes": sorted({str(p.dtype) for p in run.actor.parameters()}),
         "buffers": sorted({str(b.dtype) for b in run.actor.buffers()}),
+        "odd": sum(p.numel() for p in run.actor.parameters() if p.dtype != run.actor.base.dtype),
         "local": sum(local(p).numel() for p in run.actor.parameters()),
         "module": run,
         "trainer": trainer,

@@ -14,6 +14,8 @@ FAST = ["full", "scarce"]
 KINDS = ["ddp", "fsdp2", "fsdp1"]
 OWN = {"rollout/tokens_per_s", "update/tokens_per_s", "oom/micro_batch"}
 """What depends on the machine, besides times, or on how many rows a rank has."""
+ATOL = {"two dtypes": 1e-4}
+"""Of weights and metrics: a bfloat16 trunk makes a large step of the last bit of a sum over ranks."""
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +47,7 @@ def spread(tmp_path_factory, alone):
                 | {"replay": alone(case)["file"]}
                 for kind, case in pairs
             ]
-            spawn.succeed(world, str(folder), json.dumps(jobs), limit=150 * world)
+            spawn.succeed(world, str(folder), json.dumps(jobs), limit=60 + 25 * world * len(jobs))
             done[(world, *which)] = {
                 (kind, case): [load(folder / f"{kind} {case}-{rank}.pt") for rank in range(world)]
                 for kind, case in pairs
@@ -68,11 +70,15 @@ def start(case: str) -> dict[str, torch.Tensor]:
 
 def check(got, want, case, kind, world):
     """A rank's weights, metrics and samples against those of one device."""
-    moved = 0.0
+    moved, atol = 0.0, ATOL.get(case, 1e-5)
     for name, before in start(case).items():
         moved = max(moved, float((want["weights"][name] - before).abs().max()))
         torch.testing.assert_close(
-            got["weights"][name], want["weights"][name], rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+            got["weights"][name],
+            want["weights"][name],
+            rtol=0,
+            atol=atol,
+            msg=lambda m, name=name: f"{name}: {m}",
         )
     assert moved > 1e-3
     assert got["weights"].keys() == want["weights"].keys()
@@ -80,12 +86,14 @@ def check(got, want, case, kind, world):
     for mine, its in zip(got["metrics"], want["metrics"], strict=True):
         assert mine.keys() - OWN == its.keys() - OWN
         for name in mine.keys() - OWN:
-            assert mine[name] == pytest.approx(its[name], rel=1e-4, abs=1e-5), name
+            assert mine[name] == pytest.approx(its[name], rel=10 * atol, abs=atol), name
     assert got["global_step"] == want["global_step"]
     assert got["val"] == pytest.approx(want["val"], abs=1e-6)
     assert all(got["alike"])  # float32 on one kind of CPU: no kernel rounds a token differently
-    if kind.startswith("fsdp"):
-        assert got["local"] <= want["local"] / world * 1.1  # what a rank holds
+    assert got["dtypes"] == want["dtypes"]
+    if kind.startswith("fsdp"):  # what a rank holds
+        whole = got["odd"] if kind == "fsdp1" else 0
+        assert got["local"] <= whole + (want["local"] - whole) / world * 1.1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +107,7 @@ def test_two_ranks_train_as_one_device(alone, spread, kind, case):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", list(cases.CASES))
 @pytest.mark.parametrize("world", [1, 4])
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_one_and_four_ranks_train_as_one_device(alone, spread, kind, case, world):
     ranks = spread(world, list(cases.CASES))[kind, case]
     for got in ranks:
@@ -109,6 +117,7 @@ def test_one_and_four_ranks_train_as_one_device(alone, spread, kind, case, world
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", sorted(set(cases.CASES) - set(FAST)))
 def test_two_ranks_train_the_other_cases_as_one_device(alone, spread, kind, case):

@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:When using ``NO_SHARD``:UserWarning"),  # on one rank a shard is everything
     # Lightning wraps a module in DDP on a stream of its own, and the hooks on its gradients stay there
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
+    # torch's own, when it reads the optimizer's state of a sharded checkpoint of FSDP1
+    pytest.mark.filterwarnings("ignore:.*_get_pg_default_device.*will be deprecated"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),  # the saver is not needed
 ]
 
@@ -113,5 +115,7 @@ def test_a_rollout_gives_its_memory_back(tmp_path):
     module.phase_listeners.append(lambda phase: held.append((phase, torch.cuda.memory_allocated())))
     trainer = tiny.trainer(tmp_path, accelerator="gpu", strategy=STRATEGIES["fsdp2"](), limit_train_batches=3)
     trainer.fit(module, cases.data("full"))
-    before = [m for phase, m in held if phase == "update"]
+    # without the first, before which cuBLAS has no workspace (32 MiB) and Adam no state
+    before = [m for phase, m in held if phase == "update"][1:]
+    assert len(before) >= 2
     assert max(before) - min(before) < 2**20

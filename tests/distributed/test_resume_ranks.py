@@ -10,11 +10,16 @@ import pytest
 import spawn
 import torch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 WORLDS = [1, 2, 4]
 KINDS = ["ddp", "fsdp2-full", "fsdp2-sharded", "fsdp1-full", "fsdp1-sharded"]
-WHICH = ["full", "shared"]
+WHICH = ["full", "shared", "two dtypes"]
+
+
+def runs(case: str, kind: str) -> bool:
+    """Whether a case is tried: what FSDP1 does not cut matters to FSDP1, and to who goes on from it."""
+    return case != "two dtypes" or kind in ("fsdp1-full", "fsdp1-sharded", "ddp")
 
 
 def compatible(before: str, after: str) -> bool:
@@ -36,8 +41,9 @@ def saved(tmp_path_factory):
             job(folder, f"{world} {kind} {case}", case, kind, save=str(folder / f"{world} {kind} {case}"))
             for kind in KINDS
             for case in WHICH
+            if runs(case, kind)
         ]
-        spawn.succeed(world, str(folder), json.dumps(jobs), limit=150 * world)
+        spawn.succeed(world, str(folder), json.dumps(jobs), limit=60 + 25 * world * len(jobs))
     return folder, alone
 
 
@@ -61,9 +67,12 @@ def test_a_checkpoint_goes_on_at_any_number_of_ranks(saved, after):
         for saver in KINDS
         for kind in KINDS
         for case in WHICH
-        if compatible(saver, kind) and (before == 2 or after == 2 or saver == kind)
+        if runs(case, saver)
+        and runs(case, kind)
+        and compatible(saver, kind)
+        and (before == 2 or after == 2 or saver == kind)
     ]
-    spawn.succeed(after, str(folder), json.dumps(jobs), limit=400 * after)
+    spawn.succeed(after, str(folder), json.dumps(jobs), limit=60 + 15 * after * len(jobs))
     for each in jobs:
         want = alone[each["case"]]
         for rank in range(after):
@@ -71,7 +80,11 @@ def test_a_checkpoint_goes_on_at_any_number_of_ranks(saved, after):
             assert len(got["metrics"]) == cases.ITERATIONS - 2, each["name"]
             for name, weight in want["weights"].items():
                 torch.testing.assert_close(
-                    got["weights"][name], weight, rtol=0, atol=1e-5, msg=lambda m, n=name, e=each: f"{e} {n}: {m}"
+                    got["weights"][name],
+                    weight,
+                    rtol=0,
+                    atol=1e-4 if each["case"] == "two dtypes" else 1e-5,
+                    msg=lambda m, n=name, e=each: f"{e} {n}: {m}",
                 )
             for mine, its in zip(got["metrics"], want["metrics"][2:], strict=True):
                 for name in ("episode", "kl_coef", "lr", "objective/kl", "objective/scores", "optim/grad_norm_critic"):
