@@ -301,9 +301,9 @@ class Harness(LightningModule):
                 self.nonfinite_in_a_row = 0
             return
         optimizer.zero_grad(set_to_none=True)  # the step that follows then changes nothing
+        self.dropped = True
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             return  # the scaler looks for its scale by overflowing: not a fault
-        self.dropped = True
         self.nonfinite_in_a_row += 1
         self.skipped_steps += 1  # of this iteration
         self.report_nonfinite()
@@ -400,6 +400,8 @@ class Harness(LightningModule):
     def on_train_start(self) -> None:
         """Put back the random states of a resumed run, after everything else has drawn; apply this run's options."""
         checkpoint.restore_rng(self)
+        if converted := self.cache.pop("conversions", None):
+            rank_zero_info(f"The optimizer goes on in another form than the checkpoint's: {'; '.join(converted)}.")
         changed = apply_options(self.optimizers(), self.lr_schedulers(), self.group_options)
         if changed:
             rank_zero_info(

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 from typing_extensions import override
 
+from lit_ppo.optim.master import is_low_precision
 from lit_ppo.ranks import gather
 from lit_ppo.roles.build import named_tensors, saved_names
 from lit_ppo.roles.loading import fingerprint
@@ -132,6 +133,29 @@ def restore(module: Harness, ckpt: dict[str, Any]) -> None:
             )
     module.load_counters(saved)
     module.cache["rng"] = saved["rng"]
+    module.cache["conversions"] = conversions(module, ckpt)
+
+
+def conversions(module: Harness, ckpt: dict[str, Any]) -> list[str]:
+    """Say what of the checkpoint's optimizer state this run keeps in another form.
+
+    Args:
+        module: With its models.
+        ckpt: What was loaded.
+    """
+    theirs = ckpt.get("hyper_parameters", {}).get("optim") or {}
+    weights = [p for named in module.trained.values() for _, p in named]
+    said = {"state": "the moments are converted"}
+    if any(is_low_precision(p) for p in weights):
+        master = module.optim.rounding == "master"
+        said["rounding"] = (
+            "float32 masters start from the rounded weights" if master else "the float32 masters are left out"
+        )
+    return [
+        f"`optim.{name}` was {theirs[name]} and is {getattr(module.optim, name)}: {what}"
+        for name, what in said.items()
+        if ckpt.get("optimizer_states") and theirs.get(name, getattr(module.optim, name)) != getattr(module.optim, name)
+    ]
 
 
 def restore_rng(module: Harness) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from lit_ppo.algo.cut import least_budget
 from lit_ppo.experience import Rollout
 
 if TYPE_CHECKING:
@@ -32,11 +33,21 @@ def score_size(module: PPOHarness, rows: int) -> int:
 
     Args:
         module: Has the options, and what the update has learned.
-        rows: Of a minibatch.
+        rows: Of the largest minibatch: a smaller one is not cut either where the update does not cut it.
     """
     learned = module.oom_policy.size(unit(module, "update"), update_size(module, rows))
     size = module.ppo.score_batch_size or learned
     return size if module.ppo.micro_batch_tokens is not None else max(1, min(size, rows))
+
+
+def least(module: PPOHarness, batch: Rollout) -> int:
+    """Return the size at which each row of a batch is alone, so that nothing is left to split.
+
+    Args:
+        module: Has the options.
+        batch: What is cut.
+    """
+    return 1 if module.ppo.micro_batch_tokens is None else least_budget([sum(sizes) for sizes in batch.on_host()])
 
 
 def cuts(module: PPOHarness, batch: Rollout, rows: Tensor, size: int) -> list[Tensor]:

@@ -19,7 +19,7 @@ from lit_ppo.algo.masked import whiten
 from lit_ppo.experience import Experience, Prompts, Rollout
 from lit_ppo.harness import PPOHarness
 from lit_ppo.metrics import Means, Sums
-from lit_ppo.micro import cuts, score_size, unit, update_size
+from lit_ppo.micro import cuts, least, score_size, unit, update_size
 from lit_ppo.ranks import distributed
 from lit_ppo.rewards import Scores
 from lit_ppo.rollout.base import PREDICT, TEST, TRAIN, VALIDATE, Draw, Sampling
@@ -166,17 +166,19 @@ class PPOLightningModule(PPOHarness):
             stats += self.backward_of(roles, minibatch, tokens, sequences)
             self.uncounted_step(optimizer)
             optimizer.zero_grad()
-        if not self.dropped:  # a gradient that is not finite drops the whole step, as far as it is not taken yet
+        if self.dropped:  # a gradient that is not finite drops the whole step, as far as it is not taken yet
+            self.empty_step(optimizer)
+        else:
             stats += self.backward_of(last, minibatch, tokens, sequences)
-        optimizer.step()  # clips each role's gradient on the way: `on_before_optimizer_step`
+            optimizer.step()  # clips each role's gradient on the way: `on_before_optimizer_step`
         optimizer.zero_grad()  # nothing of it is alive in the next rollout
         summary.record_update(self, stats, epoch_kl)
 
     def backward_of(self, roles: list[str], minibatch: Experience, tokens: Tensor, sequences: Tensor) -> list[Sums]:
         """Build the gradients of some roles, micro-batch by micro-batch; return what `loss` says for the metrics."""
         weights = [p for role in roles for _, p in self.trained[role]]
-        size = update_size(self, len(minibatch))
-        for attempt in self.oom_policy.retry(unit(self, "update"), size, module=self, parameters=weights):
+        size, end = update_size(self, len(minibatch)), least(self, minibatch)
+        for attempt in self.oom_policy.retry(unit(self, "update"), size, module=self, parameters=weights, least=end):
             with attempt, self.sharding.unsynced():
                 stats = []
                 for rows in cuts(self, minibatch, torch.arange(len(minibatch)), attempt.size):
@@ -268,14 +270,15 @@ class PPOLightningModule(PPOHarness):
             (B, R) float32 each, 0 off the mask: old log-probs; values or None; reference log-probs or None.
         """
         views, shape = self.views, rollout.ids.shape
-        size = score_size(self, -(-len(rollout) // self.ppo.minibatches))
-        for attempt in self.oom_policy.retry(unit(self, "score"), size, module=self):
+        minibatches = list(self.minibatches(rollout, epoch=0))
+        size = score_size(self, max(map(len, minibatches)))  # a rank may have more of one than of another
+        for attempt in self.oom_policy.retry(unit(self, "score"), size, module=self, least=least(self, rollout)):
             with attempt:
                 zeros = torch.zeros(shape, dtype=torch.float32, device=rollout.ids.device)
                 fresh, values, ref = zeros, zeros.clone(), zeros.clone()
                 seen = torch.zeros(len(rollout), dtype=torch.bool, device=zeros.device)
                 entropy_sum, skip = zeros.new_zeros(()), False
-                for rows in self.minibatches(rollout, epoch=0):
+                for rows in minibatches:
                     for part in cuts(self, rollout, rows, attempt.size):
                         batch, n = rollout.part(part), len(part)  # 0 for a ghost, of which nothing is kept
                         width = batch.ids.shape[1]
@@ -311,8 +314,8 @@ class PPOLightningModule(PPOHarness):
         padded = nn.functional.pad(rollout.ids, (0, 1))
         longer = Rollout(rollout.prompts, padded, rollout.lengths + 1, rollout.stopped, padded.float())
         values = torch.zeros(len(longer), dtype=torch.float32, device=rollout.ids.device)
-        size = score_size(self, len(longer))
-        for attempt in self.oom_policy.retry(unit(self, "score"), size, module=self):
+        size = score_size(self, -(-len(longer) // self.ppo.minibatches))
+        for attempt in self.oom_policy.retry(unit(self, "score"), size, module=self, least=least(self, longer)):
             with attempt:
                 for rows in cuts(self, longer, torch.arange(len(longer)), attempt.size):
                     part = longer.part(rows)

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lit_ppo import OptimConfig, PPOConfig, PPOLightningModule
+from lit_ppo import OptimConfig, PPOConfig, PPOLightningModule, PromptDataModule
 from lit_ppo.callbacks import FreezeParameters
 from lit_ppo.rewards import FunctionReward
 
@@ -107,3 +107,25 @@ def test_a_gradient_scaler_survives_an_iteration_whose_samples_are_all_skipped(t
     assert trainer.global_step == 16
     assert trainer.precision_plugin.scaler is scaler
     assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_an_overflow_of_the_actor_drops_the_whole_step_one_by_one_too(tmp_path):
+    """As with both at once: a critic that learns from what the policy did not would be another run."""
+    runs = []
+    for sequential in (False, True):
+        module = module_of(sequential_roles=sequential)
+        trainer = tiny.trainer(
+            tmp_path, plugins=[MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu", 1024.0))]
+        )
+
+        def overflow(grad, trainer=trainer):
+            return grad * (math.inf if trainer.global_step == 2 else 1.0)
+
+        module.on_train_start = lambda module=module, hook=overflow: module.trained["actor"][0][1].register_hook(hook)
+        trainer.fit(module, PromptDataModule(tiny.rows(), batch_size=8))
+        assert trainer.global_step == 8
+        assert trainer.precision_plugin.scaler.get_scale() == 512.0
+        assert module.skipped_steps == module.nonfinite_in_a_row == 0  # a scaler's own are no fault
+        runs.append(module)
+    for (name, one), (_, other) in zip(*(run.named_parameters() for run in runs), strict=True):
+        assert torch.equal(one, other), name

@@ -28,6 +28,7 @@ from lit_ppo import (
     preflight,
 )
 from lit_ppo.algo.advantages import gae
+from lit_ppo.experience import Rollout
 from lit_ppo.rollout.base import TRAIN, Draw
 
 SHARED = {"layout": "shared", "lora": LoRAConfig(r=4)}
@@ -548,6 +549,49 @@ def test_a_budget_of_tokens_is_cut_too_when_memory_runs_out(tmp_path, monkeypatc
         assert 8 < largest[0] <= 20
         assert float(trainer.callback_metrics["policy/ratio_first_step"]) == 1.0
         assert_same(weights(plain), weights(guarded), rtol=1e-4, atol=2e-5)
+
+
+def test_a_budget_of_tokens_is_not_cut_further_once_every_row_is_alone(tmp_path, monkeypatch):
+    from lit_ppo.callbacks import OOMGuard
+    from lit_ppo.memory.retry import OutOfMemoryReport
+    from lit_ppo.roles.model import RoleModel
+
+    hidden, tried = RoleModel._hidden, []
+
+    def short_of_memory(self, rollout, layout):
+        if torch.is_grad_enabled():
+            tried.append(len(rollout))
+            raise torch.OutOfMemoryError("made by the test")
+        return hidden(self, rollout, layout)
+
+    monkeypatch.setattr(RoleModel, "_hidden", short_of_memory)
+    guarded = make(ppo={"micro_batch_tokens": 64})
+    with pytest.raises(OutOfMemoryReport, match="One row at a time does not fit either") as stopped:
+        tiny.fit(tmp_path, guarded, callbacks=[OOMGuard(dry_run=False)])
+    assert "smaller micro-batch" not in str(stopped.value)
+    assert len(tried) == 4  # with 64, 32 and 16 tokens, and with 13: the two shortest have 14
+    assert tried[-1] == 1
+
+
+@pytest.mark.parametrize("ppo", [{}, {"micro_batch_size": 4}, {"micro_batch_tokens": 25}])
+def test_scoring_cuts_as_the_update_does_where_a_rank_has_more_of_one_minibatch(tmp_path, monkeypatch, ppo):
+    def uneven(self, rollout, epoch):
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(self.iteration))
+        yield from (order[:6], order[6:])  # of 16 over two ranks, say: the other has 2 and 6
+
+    monkeypatch.setattr(PPOLightningModule, "minibatches", uneven)
+    cut = {"score": [], "update": []}
+    views, part = make(ppo={"minibatches": 2} | ppo), Rollout.part
+
+    def recorded(self, rows):
+        if views.phase in cut:
+            cut[views.phase].append(self.prompts.index[rows].tolist())
+        return part(self, rows)
+
+    monkeypatch.setattr(Rollout, "part", recorded)
+    trainer = tiny.fit(tmp_path, views)
+    assert cut["score"] == cut["update"]
+    assert float(trainer.callback_metrics["policy/ratio_first_step"]) == 1.0
 
 
 @pytest.mark.parametrize("layout", [{}, SHARED])

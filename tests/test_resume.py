@@ -483,6 +483,31 @@ def test_a_resumed_run_takes_the_options_of_its_configuration(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("there", ["float32", "8bit"])
+def test_an_optimizer_state_that_is_converted_says_so(tmp_path, caplog, there, precision) -> None:
+    half = precision == "bf16-true"  # float32 weights have no masters
+    plain = {"state": "float32", "rounding": "master"}
+    lean = {"state": "8bit", "rounding": "stochastic" if half else "master"}
+    first, then = (plain, lean) if there == "float32" else (lean, plain)
+    other = tmp_path / "again"
+    for folder, options, ckpt in (
+        (tmp_path, first, None),
+        (tmp_path, first, "last.ckpt"),
+        (other, then, "last.ckpt"),
+    ):
+        caplog.clear()
+        changed = module(optim=OptimConfig(actor_lr=1e-3, **options))
+        epochs = {"max_epochs": 1 if ckpt is None else 2, "precision": precision}
+        trainer = train(folder, changed, None if ckpt is None else tmp_path / ckpt, **epochs)
+        said = [m for m in caplog.messages if "in another form" in m]
+        assert len(said) == (folder == other)
+        assert trainer.global_step == epochs["max_epochs"] * 3 * resumable.UPDATES
+    assert f"`optim.state` was {first['state']} and is {then['state']}: the moments are converted" in said[0]
+    masters = "start from the rounded weights" if there == "8bit" else "masters are left out"
+    assert (masters in said[0]) == half
+
+
 def test_averaged_weights_are_in_the_checkpoint(tmp_path: Path) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path / "run", save_last=True)
     averaging = EMAWeightAveraging(decay=0.5)

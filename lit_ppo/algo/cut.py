@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 def by_sequences(count: int, size: int) -> list[list[int]]:
     """Cut rows 0 to count - 1, in order, into parts of at most `size`.
@@ -30,6 +32,15 @@ def by_tokens(lengths: list[int], budget: int) -> list[list[int]]:
     even = _spread(lengths, order, len(few))
     fits = all(len(part) == 1 or sum(lengths[row] for row in part) <= budget for part in even)
     return sorted(sorted(part) for part in (even if fits else few))
+
+
+def least_budget(lengths: list[int]) -> int:
+    """Return the largest budget at which `by_tokens` leaves every row alone: a smaller one cuts no further.
+
+    Args:
+        lengths: Tokens of each row.
+    """
+    return sum(sorted(lengths)[:2]) - 1 if len(lengths) > 1 else sys.maxsize
 
 
 def _fill(lengths: list[int], order: list[int], budget: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ def memory_report(
     size: int | None = None,
     reason: str = "",
     error: BaseException | None = None,
+    least: int = 1,
 ) -> str:
     """Write who holds what, and what can be done about it.
 
@@ -24,6 +25,7 @@ def memory_report(
         size: Micro-batch size at which it failed.
         reason: Why there is no further try.
         error: The original error.
+        least: Size at which nothing is left to split.
     """
     ledger = take(module)
     where = f"{phase}, size {size}" if size is not None else phase
@@ -41,14 +43,14 @@ def memory_report(
     lines.append(f"The rest (activations, caches, temporary tensors): {ledger.rest / GIB:.3f} GiB")
     lines += [f"GiB {name}: {n / GIB:.3f}" for name, n in ledger.use.named().items()]
 
-    ranked = _levers(module, ledger, phase=phase, size=size)
+    ranked = _levers(module, ledger, phase=phase, divisible=size is None or size > least)
     if ranked:
         lines += ["", "What helps, most first:"]
         lines += [f"{i}. {text} ({n / GIB:.3f} GiB at stake)" for i, (n, text) in enumerate(ranked, 1)]
     return "\n".join(lines)
 
 
-def _levers(module: nn.Module | None, ledger: Ledger, *, phase: str, size: int | None) -> list[tuple[int, str]]:
+def _levers(module: nn.Module | None, ledger: Ledger, *, phase: str, divisible: bool) -> list[tuple[int, str]]:
     """Rank the ways out by the bytes they act on, leaving out what is in use already."""
     used, rows, rest, use = _in_use(module), ledger.rows, ledger.rest, ledger.use
     trained = sum(r.weights + r.adapters - r.frozen for r in rows)
@@ -56,17 +58,17 @@ def _levers(module: nn.Module | None, ledger: Ledger, *, phase: str, size: int |
     found: list[tuple[int, str]] = []
     if phase == "rollout":
         rest += sum(ledger.caches.values())
-        if size is None or size > 1:
+        if divisible:
             found.append((rest // 2, "generate fewer sequences at once: `ppo.rollout_batch_size`"))
         found.append((rest // 2, "shorter responses: `sampling.max_new_tokens`"))
     elif phase.startswith("score"):
-        if size is None or size > 1:
+        if divisible:
             found.append(
                 (rest // 2, "score fewer sequences at once: `ppo.score_batch_size` or `ppo.micro_batch_tokens`")
             )
         found.append((rest // 2, "shorter sequences: prompt length or `sampling.max_new_tokens`"))
     else:
-        if size is None or size > 1:
+        if divisible:
             found.append(
                 (rest // 2, "a smaller micro-batch (`ppo.micro_batch_size` or `_tokens`; elsewhere the batch size)")
             )

@@ -160,6 +160,7 @@ class OOMPolicy:
         uncut: str = "",
         local: bool = False,
         apart: bool = False,
+        least: int = 1,
     ) -> Iterator[Attempt]:
         """Yield attempts until one succeeds on every rank.
 
@@ -180,9 +181,10 @@ class OOMPolicy:
             uncut: Why the body cannot be cut: it is tried once more as it is. Empty: it can.
             local: The unit concerns this rank alone, so there is nothing to agree on.
             apart: No other rank waits for what the body does, even where forwards are collective elsewhere.
+            least: Size at which nothing is left to split: where sizes count tokens, each row is alone long before 1.
 
         Raises:
-            OutOfMemoryReport: It does not fit at size 1, may not be cut, or `recover` is off.
+            OutOfMemoryReport: It does not fit at the least size, may not be cut, or `recover` is off.
             ValueError: `size` is below 1.
             RuntimeError: An attempt was not entered, or a learned size would cut a batch that may not be cut.
         """
@@ -197,7 +199,7 @@ class OOMPolicy:
             limit = self.size(phase, size)
             if limit < size and self.recover:
                 self._check_cut(phase, size, limit, uses)
-            give_report = None if self.recover else self._reporter(phase, limit, module, "")
+            give_report = None if self.recover else self._reporter(phase, limit, module, "", least)
             attempt = Attempt(phase, limit, number, give_report)
             attempt.snapshot = snapshot
             if built is not None and self.recover:
@@ -210,12 +212,13 @@ class OOMPolicy:
             if attempt.error is not None and agree is not _alone:  # the others may never come to agree
                 log.warning("Out of memory in %s at size %d; asking the other ranks. %s", phase, limit, attempt.error)
             try:
-                verdict = agree(self._vote(attempt, uses, uncut))
+                verdict = agree(self._vote(attempt, uses, uncut, least))
             except RuntimeError as problem:
                 if attempt.error is None:
                     raise
                 reason = f"It could not be undone, as the other ranks are not at the same point. {problem}"
-                raise OutOfMemoryReport(self._reporter(phase, limit, module, reason)(attempt.error)) from attempt.error
+                report = self._reporter(phase, limit, module, reason, least)(attempt.error)
+                raise OutOfMemoryReport(report) from attempt.error
             if verdict == _DONE:
                 if built is not None:
                     self.micro_batch = limit
@@ -224,7 +227,8 @@ class OOMPolicy:
                 return
             if verdict == _STOP:
                 reason = self._why_stop(attempt, uses, uncut)
-                raise OutOfMemoryReport(self._reporter(phase, limit, module, reason)(attempt.error)) from attempt.error
+                report = self._reporter(phase, limit, module, reason, least)(attempt.error)
+                raise OutOfMemoryReport(report) from attempt.error
             self._note_failure(phase, limit, verdict)
             attempt.error = None  # its traceback holds the tensors of the failed forward
             snapshot = attempt.snapshot
@@ -285,12 +289,12 @@ class OOMPolicy:
         """Take back what `state_dict` returned."""
         self.sizes, self.events, self.quiet = dict(state["sizes"]), dict(state["events"]), dict(state["quiet"])
 
-    def _vote(self, attempt: Attempt, module: nn.Module | None, uncut: str) -> int:
+    def _vote(self, attempt: Attempt, module: nn.Module | None, uncut: str, least: int = 1) -> int:
         if attempt.error is None:
             return _DONE
         if uncut or self.may_not_cut(module):
             return _AGAIN if attempt.number == 0 else _STOP
-        return _STOP - attempt.size // 2
+        return _STOP if attempt.size <= least else _STOP - max(attempt.size // 2, least)
 
     def may_not_cut(self, module: nn.Module | None) -> list[str]:
         """Name the layers of a module that forbid cutting."""
@@ -325,9 +329,9 @@ class OOMPolicy:
 
     @staticmethod
     def _reporter(
-        phase: str, size: int, module: nn.Module | None, reason: str
+        phase: str, size: int, module: nn.Module | None, reason: str, least: int
     ) -> Callable[[BaseException | None], str]:
-        return lambda error: memory_report(module, phase=phase, size=size, reason=reason, error=error)
+        return lambda error: memory_report(module, phase=phase, size=size, reason=reason, error=error, least=least)
 
     def _note_failure(self, phase: str, failed: int, verdict: int) -> None:
         if verdict != _AGAIN:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_ppo import checkpoint, checks, preflight, summary
+from lit_ppo.algo.cut import least_budget
 from lit_ppo.base import Harness
 from lit_ppo.config import LoRAConfig, PPOConfig, RoleConfig, from_dict
 from lit_ppo.data.sets import SetsDataModule
@@ -94,8 +95,9 @@ class StageModule(Harness):
         self.set_mode(train=True)
         with self.in_phase("update"):
             optimizer.zero_grad()
+            size, least = self.micro_batch(batch), self.least(batch)
             for attempt in self.oom_policy.retry(
-                self.unit("update"), self.micro_batch(batch), module=self, parameters=weights
+                self.unit("update"), size, module=self, parameters=weights, least=least
             ):
                 with attempt, self.sharding.unsynced():
                     found = []
@@ -132,6 +134,10 @@ class StageModule(Harness):
         """Return the name under which sizes are learned from out-of-memory errors; it says what they count."""
         return phase if self.options.micro_batch_tokens is None else f"{phase} (tokens)"
 
+    def least(self, batch: Any) -> int:
+        """Return the size at which each example is alone, so that nothing is left to split."""
+        return 1 if self.options.micro_batch_tokens is None else least_budget(self.lengths(batch).tolist())
+
     def parts(self, batch: Any, size: int) -> list[Tensor]:
         """Cut a batch into micro-batches; where they are padded, examples of like length are together."""
         lengths = self.lengths(batch).cpu()
@@ -165,7 +171,8 @@ class StageModule(Harness):
     def evaluate_batch(self, batch: Any) -> None:
         """Add what a batch says to the means of the evaluation."""
         self.set_mode(train=False)
-        for attempt in self.oom_policy.retry(self.unit("score"), self.micro_batch(batch), module=self):
+        size, least = self.micro_batch(batch), self.least(batch)
+        for attempt in self.oom_policy.retry(self.unit("score"), size, module=self, least=least):
             with attempt:
                 found = [self.loss(batch.part(rows))[1] for rows in self.parts(batch, attempt.size)]
         self.means_of(found, self.eval_means, "")

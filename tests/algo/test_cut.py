@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_ppo.algo.cut import by_sequences, by_tokens
+from lit_ppo.algo.cut import by_sequences, by_tokens, least_budget
 
 
 def test_by_sequences_in_order():
@@ -34,3 +34,9 @@ def test_every_row_is_in_one_part_within_the_budget(lengths, budget):
     over = len(lengths) - len(inside)
     assert len(parts) - over <= 2 * -(-sum(inside) // budget)  # first fit is never far from the fewest
     assert parts == by_tokens(lengths, budget)
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), budget=st.integers(1, 80))
+def test_every_row_is_alone_up_to_the_least_budget_and_no_further(lengths, budget):
+    alone = all(len(part) == 1 for part in by_tokens(lengths, budget))
+    assert alone == (budget <= least_budget(lengths))

@@ -85,6 +85,7 @@ def check(got, want, case, kind, world):
     assert len(got["metrics"]) == len(want["metrics"]) == cases.ITERATIONS
     for mine, its in zip(got["metrics"], want["metrics"], strict=True):
         assert mine.keys() - OWN == its.keys() - OWN
+        assert mine.get("policy/ratio_first_step", 1.0) == 1.0  # scored in the update's own cut, on every rank
         for name in mine.keys() - OWN:
             assert mine[name] == pytest.approx(its[name], rel=10 * atol, abs=atol), name
     assert got["global_step"] == want["global_step"]

@@ -104,6 +104,22 @@ def test_backward_failure_is_recovered():
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize(("least", "sizes"), [(1, [64, 32, 16, 8, 4, 2, 1]), (9, [64, 32, 16, 9]), (100, [64])])
+def test_it_stops_when_nothing_is_left_to_split(least, sizes):
+    tried, options = [], {"module": trainable(), "least": least}
+
+    def body(size):
+        tried.append(size)
+        out_of_memory()
+
+    with pytest.raises(OutOfMemoryReport, match="One row at a time does not fit either") as stopped:
+        OOMPolicy(recover=True).run("update (tokens)", 64, body, **options)
+    assert tried == sizes
+    assert "smaller micro-batch" not in str(stopped.value)
+    with pytest.raises(OutOfMemoryReport, match=r"(?s)size 101.*smaller micro-batch"):
+        OOMPolicy().run("update (tokens)", 101, body, **options)
+
+
 def test_random_states_and_buffers_are_put_back():
     numpy = pytest.importorskip("numpy")
     layer = nn.BatchNorm1d(3)
