@@ -248,6 +248,7 @@ class Clock(Recorder):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.starts.append(time.perf_counter())
         self.busy.stop()
+        super().on_train_end(trainer, pl_module)
 
     def found(self) -> dict[str, Any]:
         """Return the median iteration after the first, and the peaks of all."""

@@ -76,8 +76,8 @@ class Recorder(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
-    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Let go of what Lightning would first copy to the host, which takes longer than the iterations."""
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Let go of what Lightning, before `on_fit_end`, copies to the host: it takes longer than the iterations."""
         for optimizer in trainer.optimizers:
             optimizer.state.clear()
         for parameter in pl_module.parameters():
@@ -561,7 +561,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=None, help="default: 2 in the grid, 3 of a preset")
     parser.add_argument("--rank-of", type=int, default=None, help="be rank 0 of so many under FSDP2")
     parser.add_argument("--shape", choices=list(SHAPES), help="in place of the presets' shapes")
-    parser.add_argument("--override", action="append", default=[], help="one more option of `lit-ppo fit`; may be repeated")
+    parser.add_argument("--override", action="append", default=[], help="an option of `lit-ppo fit`; repeatable")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     shm = Path("/dev/shm")
     parser.add_argument("--scratch", type=Path, default=shm if shm.is_dir() else Path(tempfile.gettempdir()))
