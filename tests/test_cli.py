@@ -160,6 +160,13 @@ def test_the_saved_configuration_runs_again():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_second_run_in_the_same_folder_needs_no_logger():
+    for seed in (1, 2):
+        more = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", f"--seed_everything={seed}"]
+        assert main(["fit", "--config", "run.yaml", *more]) == 0
+        assert yaml.safe_load(Path("outputs/config.yaml").read_text())["seed_everything"] == seed
+
+
 def test_callbacks_by_name_appended_on_the_command_line():
     more = ["--trainer.callbacks+=GradientCheckpointing", "--trainer.callbacks+=LearningRateMonitor"]
     assert main(["fit", "--config", "run.yaml", *more]) == 0

@@ -133,6 +133,7 @@ class PPOCLI(LightningCLI):
             data_class,
             args=argv,
             save_config_callback=SaveConfigCallback if argv[0] == "fit" else None,
+            save_config_kwargs={"overwrite": True},  # a run without a logger has no folder of its own
             trainer_defaults={"default_root_dir": "outputs", "log_every_n_steps": 1, "enable_model_summary": False},
             seed_everything_default=0,
             parser_kwargs={"prog": self.program},
