@@ -225,6 +225,8 @@ class PPOConfig:
     rollout_engine: str = "auto"
     """hf: transformers' `generate`, anywhere. graph: captured decode steps, many times faster on CUDA. auto: graph on
     CUDA if it can serve the model, else hf, with a line that says why."""
+    rollout_prefill_tokens: int = 32768
+    """Prompt tokens that the graph engine reads in one forward, longer prompts in pieces. Fewer take less memory."""
     advantage: str = "gae"
     """gae, or without a critic: grpo, rloo, reinforce_pp."""
     gamma: float = 1.0
@@ -290,7 +292,13 @@ class PPOConfig:
         check_types(me, self)
         at_least(me, "epochs", self.epochs, 1)
         at_least(me, "minibatches", self.minibatches, 1)
-        for name in ("micro_batch_size", "micro_batch_tokens", "score_batch_size", "rollout_batch_size"):
+        for name in (
+            "micro_batch_size",
+            "micro_batch_tokens",
+            "score_batch_size",
+            "rollout_batch_size",
+            "rollout_prefill_tokens",
+        ):
             at_least(me, name, getattr(self, name), 1)
         for name in ("micro_batch_size", "score_batch_size"):
             if self.micro_batch_tokens is not None and getattr(self, name) is not None:
@@ -300,6 +308,12 @@ class PPOConfig:
                 )
         choice(me, "old_logprobs", self.old_logprobs, ("forward", "rollout"))
         choice(me, "rollout_engine", self.rollout_engine, ENGINES)
+        if self.rollout_engine == "hf" and self.rollout_prefill_tokens != PPOConfig.rollout_prefill_tokens:
+            raise ValueError(
+                f"`ppo.rollout_prefill_tokens={self.rollout_prefill_tokens}` is of the graph engine, and `ppo."
+                "rollout_engine='hf'` reads the prompts of a batch at once. Leave it out, or lower "
+                "`ppo.rollout_batch_size`."
+            )
         choice(me, "advantage", self.advantage, ADVANTAGES)
         choice(me, "loss_aggregation", self.loss_aggregation, AGGREGATIONS)
         choice(me, "kl_estimator", self.kl_estimator, KL_ESTIMATORS)

@@ -131,7 +131,11 @@ class PPOHarness(Harness):
         super().adopt(views)
         if self.ppo.packing and (reason := views.pack()) is not None:
             rank_zero_info(f"The models run padded: {reason}.")
-        object.__setattr__(self, "engine", build_engine(self.ppo.rollout_engine, views.actor))
+        object.__setattr__(
+            self,
+            "engine",
+            build_engine(self.ppo.rollout_engine, views.actor, prefill_tokens=self.ppo.rollout_prefill_tokens),
+        )
         store = views.actor.store
         self.work = {"actor": Work.of(store, store.base.config)}
         if views.critic is not None:

@@ -59,7 +59,7 @@ def record(
     if rollout.entropy is not None:
         means.add("rollout/entropy", rollout.entropy.double().sum(), lengths.sum())
     if (peak := device_peak(lengths.device)) is not None:
-        rows = module.ppo.rollout_batch_size or int(getattr(module.engine, "max_rows", n))
+        rows = module.engine.rows_at_once(min(n, module.ppo.rollout_batch_size or n))
         floor = rollout_floor(module.work["actor"], rollout.prompts.lengths.tolist(), lengths.tolist(), rows, peak)
         means.add("rollout/floor", floor, 1)
     for name, count in scores.truncated.items():

@@ -109,6 +109,12 @@ BAD_VALUES = [
     (PPOConfig, {"micro_batch_size": 0}, r"`ppo.micro_batch_size=0` must be >= 1"),
     (PPOConfig, {"score_batch_size": -2}, r"`ppo.score_batch_size=-2` must be >= 1"),
     (PPOConfig, {"rollout_batch_size": 0}, r"`ppo.rollout_batch_size=0` must be >= 1"),
+    (PPOConfig, {"rollout_prefill_tokens": 0}, r"`ppo.rollout_prefill_tokens=0` must be >= 1"),
+    (
+        PPOConfig,
+        {"rollout_prefill_tokens": 64, "rollout_engine": "hf"},
+        r"`ppo.rollout_prefill_tokens=64` is of the graph engine.*Leave it out",
+    ),
     (PPOConfig, {"advantage": "gea"}, r"`ppo.advantage='gea'` must be one of .*Did you mean 'gae'"),
     (PPOConfig, {"loss_aggregation": "mean"}, r"`ppo.loss_aggregation='mean'` must be one of"),
     (PPOConfig, {"kl_estimator": "k4"}, r"`ppo.kl_estimator='k4'` must be one of"),

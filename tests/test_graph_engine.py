@@ -102,23 +102,16 @@ def test_rows_move_to_the_front_while_the_host_reads_behind():
     assert_same(ours, HFEngine(view(model)).generate(prompts, options, DRAW))
 
 
-def test_samples_of_a_prompt_share_its_prefill():
+def test_samples_of_a_prompt_share_its_prefill(monkeypatch):
     model, prompts = tiny.model(), tiny.prompts(4).repeat(3)
     options = sampling(model)
     engine = GraphEngine(view(model))
     seen = []
-    inner = engine._feed
-
-    def feed(feeder, *args, **kwargs):
-        before = feeder.given
-        batches = feeder.batches
-        feeder.batches = lambda at_least: seen.extend(found := batches(at_least)) or found
-        inner(feeder, *args, **kwargs)
-        assert feeder.given >= before
-
-    engine._feed = feed
+    inner = Feeder.batch
+    monkeypatch.setattr(Feeder, "batch", lambda *args: seen.append(inner(*args)) or seen[-1])
     ours = engine.generate(prompts, options, DRAW)
-    assert [batch.leaders for batch in seen] == [[0, 3, 6, 9]]
+    assert seen[0].leaders == [0, 3, 6, 9]
+    assert not any(seen[1:])
     assert all(len(group) == 3 for group in seen[0].groups)
     assert_same(ours, HFEngine(view(model)).generate(prompts, options, DRAW))
 
@@ -199,14 +192,15 @@ def test_the_feeder_hands_out_everything_once_and_in_order():
     ids = torch.arange(8)[:, None].expand(8, 5).clone()
     ids[5], ids[6] = ids[4], ids[4]
     prompts = Prompts(ids, torch.tensor(lengths), torch.arange(8), [""] * 8, [None] * 8, [{}] * 8)
-    feeder = Feeder(prompts, prefill_tokens=5)
+    feeder = Feeder(prompts)
     feeder.open(5)
     given, done = [], [0] * 8
     while feeder.ended < 8:
-        for batch in feeder.batches(at_least=2):
+        if (batch := feeder.batch(at_least=2)) is not None:
             given += range(batch.first, batch.first + len(batch.slots))
-            assert sorted(slot for group in batch.groups for slot in group) == sorted(batch.slots)
-            assert sum(lengths[r] - 1 for r in batch.leaders) <= 5
+            assert [slot for group in batch.groups for slot in group] == batch.slots
+            rows = range(batch.first, given[-1] + 1)
+            assert batch.leaders == [r for r in rows if r == batch.first or not feeder.repeats[r]]
         assert len(set(feeder._slot.values())) == len(feeder._slot)
         done[given[sum(map(bool, done))]] = 1
         feeder.collect(done)

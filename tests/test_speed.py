@@ -10,6 +10,10 @@ from hypothesis import strategies as st
 
 from lit_ppo import LoRAConfig, PPOLightningModule
 from lit_ppo.roles.adapters import add_adapters
+from lit_ppo.roles.model import RoleModel, RoleView
+from lit_ppo.rollout.graph import GraphEngine
+from lit_ppo.rollout.hf import HFEngine
+from lit_ppo.rollout.select import AutoEngine
 from lit_ppo.speed import PEAKS, Peak, Work, decode_floor, device_peak, peak_of, rollout_floor, update_flop
 
 H, F, L, V, KV = 32, 48, 2, tiny.VOCAB, 2 * 8
@@ -97,3 +101,12 @@ def test_an_update_counts_real_tokens_and_a_known_device_its_share(tmp_path, mon
         float(seen["update/tokens_per_s"]) * 6 * matrices / 1e12, rel=1e-4
     )
     assert 0 < float(seen["rollout/share_of_floor"]) < 1
+
+
+def test_an_engine_says_how_many_rows_it_decodes_together():
+    policy = RoleView(RoleModel(tiny.model()), "logprobs")
+    assert HFEngine(policy).rows_at_once(1000) == 1000
+    auto = AutoEngine(policy, max_rows=64)
+    assert auto.rows_at_once(1000) == 1000  # before it has chosen
+    auto.engine = GraphEngine(policy, **auto.options)
+    assert (auto.rows_at_once(1000), auto.rows_at_once(3)) == (64, 3)

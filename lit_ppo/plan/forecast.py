@@ -282,7 +282,7 @@ class Forecast:
             parts["decoding"] = max(first, last) - parts["KV cache"]
         else:
             parts["KV cache"] = self._slots
-            tokens = min(rows * s.prompt, max(32768, s.prompt))
+            tokens = min(rows * s.prompt, s.ppo.rollout_prefill_tokens)
             parts["decoding"] = self._prefill(1, tokens, cache=False)
         return Phase(parts)
 

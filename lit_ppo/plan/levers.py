@@ -91,6 +91,11 @@ def _candidates(config: dict[str, Any], s: Setup) -> Iterator[tuple[Lever, Calla
             Lever(f"model.ppo.rollout_batch_size: {rollout // 2}", "a slower rollout"),
             put("model.ppo.rollout_batch_size", rollout // 2),
         )
+    if s.ppo.rollout_engine != "hf" and s.ppo.rollout_prefill_tokens > 4096:
+        yield (
+            Lever("model.ppo.rollout_prefill_tokens: 4096", "hardly any time: prompts are read in more forwards"),
+            put("model.ppo.rollout_prefill_tokens", 4096),
+        )
     if s.critic is not None and not s.ppo.sequential_roles:
         yield (
             Lever("model.ppo.sequential_roles: true", "nothing in the result; hardly any time"),

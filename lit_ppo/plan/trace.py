@@ -157,8 +157,9 @@ def sampling(rows: int, vocab: int, dtype: torch.dtype, options: Any) -> int:
 
     none = torch.tensor([], dtype=torch.long)
     resolved = Sampling(
-        options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.min_p, 1, none, none, 0
-    )
+        options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.min_p, 1, none, none, 0,
+        entropy=options.entropy,
+    )  # fmt: skip
     with tracing() as tracker, torch.no_grad():
         logits = torch.empty(rows, 1, vocab, dtype=dtype)[:, -1].to(copy=True, dtype=torch.float32)
         keys = torch.empty(rows, 1)  # integers that depend on it are fake: noise is as large as the logits

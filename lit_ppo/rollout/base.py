@@ -64,6 +64,10 @@ class RolloutEngine(Protocol):
         """Return what it holds between rollouts beside the model, by name (see `lit_ppo.memory.ledger`)."""
         return {}
 
+    def rows_at_once(self, total: int) -> int:
+        """Return how many of `total` sequences are decoded together."""
+        return total
+
 
 def resolve_sampling(config: SamplingConfig, tokenizer: Any, model_config: Any, generation_config: Any) -> Sampling:
     """Look up token ids.

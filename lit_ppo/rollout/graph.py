@@ -28,7 +28,7 @@ from lit_ppo.rollout.board import INDEX, LENGTH, SLOT, STEP, TOKEN, Board, Cutte
 from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache
 from lit_ppo.rollout.fused import FusedTrunk, unfusable
 from lit_ppo.rollout.sampler import DeviceSampler, sampling_key
-from lit_ppo.rollout.scheduler import Feeder, bucket_of, entries
+from lit_ppo.rollout.scheduler import Feeder, bucket_of, chunks, entries
 from lit_ppo.rollout.trunk import HFTrunk, cache_shape, differs, is_sharded, our_attention, unservable, wobble
 
 READ_EVERY = 8
@@ -45,7 +45,7 @@ class GraphEngine(RolloutEngine):
     Args:
         policy: The actor: its model generates, with its adapter on.
         max_rows: Sequences decoded at once.
-        prefill_tokens: Prompt tokens in one forward; a longer prompt is a forward of its own.
+        prefill_tokens: Prompt tokens in one forward: prompts are packed, and longer ones cut. Bounds its memory.
         memory_fraction: KV memory takes at most this share of what is free.
         keep_fraction: KV memory of up to this share of the device stays allocated through the update, and its graphs
             stay valid; more is released in `sleep` and captured again.
@@ -138,6 +138,10 @@ class GraphEngine(RolloutEngine):
         cache = 0 if self._cache is None else self._cache.keys.nbytes + self._cache.values.nbytes
         return {"KV cache": cache, "CUDA graphs": self._graph_bytes}
 
+    def rows_at_once(self, total: int) -> int:
+        """Return how many of `total` sequences are decoded together, memory permitting."""
+        return min(total, self.max_rows)
+
     def _forget_graphs(self) -> None:
         self._graphs.clear()
         self._graph_bytes = 0
@@ -148,7 +152,7 @@ class GraphEngine(RolloutEngine):
     def _run(self, prompts: Prompts, sampling: Sampling, draw: Draw) -> Rollout:
         self._prepare()
         start = self._now()
-        feeder, limit = Feeder(prompts, self.prefill_tokens), sampling.max_new_tokens
+        feeder, limit = Feeder(prompts), sampling.max_new_tokens
         cache, board = self._reserve(feeder, limit)
         self._trunk.reach(cache.width)
         sampler = self._sampler(sampling)
@@ -221,16 +225,19 @@ class GraphEngine(RolloutEngine):
         """Prefill the next requests, all but the last token of each prompt: that is the first step's input."""
         device = prompts.ids.device
         width = prompts.ids.shape[1]
-        for batch in feeder.batches(at_least):
-            work = [(r, g) for r, g in zip(batch.leaders, batch.groups, strict=True) if feeder.lengths[r] > 1]
-            if work:
-                spans = [feeder.lengths[r] - 1 for r, _ in work]
-                attention = PrefillAttention(cache, spans, [g for _, g in work], device)
-                host = torch.tensor([[r for r, _ in work], [width - 1 - n for n in spans]])
-                leader, first = host.to(device, non_blocking=True)
-                ids = prompts.ids[leader[attention.row], first[attention.row] + attention.place]
-                self._trunk.hidden(ids, attention.place, attention)
-            board.enqueue(batch.first, entries(prompts, batch, feeder.lengths))
+        batch = feeder.batch(at_least)
+        if batch is None:
+            return
+        work = [(r, g) for r, g in zip(batch.leaders, batch.groups, strict=True) if feeder.lengths[r] > 1]
+        for chunk in chunks([feeder.lengths[r] - 1 for r, _ in work], self.prefill_tokens):
+            rows, starts = [work[n] for n, _, _ in chunk], [start for _, start, _ in chunk]
+            sizes = [end - start for _, start, end in chunk]
+            attention = PrefillAttention(cache, sizes, [slots for _, slots in rows], device, starts)
+            host = torch.tensor([[r for r, _ in rows], [width - feeder.lengths[r] for r, _ in rows]])
+            leader, first = host.to(device, non_blocking=True)
+            ids = prompts.ids[leader[attention.row], first[attention.row] + attention.place]
+            self._trunk.hidden(ids, attention.place, attention)
+        board.enqueue(batch.first, entries(prompts, batch, feeder.lengths))
 
     def _step(self, rows: int, bound: int, sampling: Sampling, sampler: DeviceSampler) -> None:
         """Decode one token in each of the first `rows` rows."""

@@ -41,13 +41,12 @@ class Feeder:
 
     Args:
         prompts: One row a request.
-        prefill_tokens: Most distinct prompt tokens of one batch, unless a single prompt has more.
 
     Raises:
         ValueError: A prompt without a token.
     """
 
-    def __init__(self, prompts: Prompts, prefill_tokens: int) -> None:
+    def __init__(self, prompts: Prompts) -> None:
         self.lengths: list[int] = prompts.lengths.tolist()
         empty = [i for i, n in enumerate(self.lengths) if n < 1]
         if empty:
@@ -55,7 +54,6 @@ class Feeder:
         ids = prompts.ids.cpu()
         same = (ids[1:] == ids[:-1]).all(1).tolist()
         self.repeats = [False] + [s and a == b for s, a, b in zip(same, self.lengths[1:], self.lengths, strict=False)]
-        self.prefill_tokens = prefill_tokens
         self.total, self.longest = len(self.lengths), max(self.lengths)
         self.given = self.ended = 0
         self._free: list[int] = []
@@ -70,7 +68,7 @@ class Feeder:
         """How many requests could be prefilled now."""
         return min(len(self._free), self.total - self.given)
 
-    def batches(self, at_least: int) -> list[Batch]:
+    def batch(self, at_least: int) -> Batch | None:
         """Return what to prefill now.
 
         Args:
@@ -78,25 +76,17 @@ class Feeder:
         """
         room = self.room
         if room == 0 or (room < at_least and room < self.total - self.given and self._slot):
-            return []
-        found: list[Batch] = []
-        tokens = 0
+            return None
+        batch = Batch(self.given, [], [], [])
         for request in range(self.given, self.given + room):
-            cost = self.lengths[request] - 1
-            fresh = not self.repeats[request] or not found
-            if not found or (fresh and tokens + cost > self.prefill_tokens):
-                found.append(Batch(request, [], [], []))
-                tokens, fresh = 0, True
-            batch, slot = found[-1], self._free.pop()
-            self._slot[request] = slot
+            slot = self._slot[request] = self._free.pop()
             batch.slots.append(slot)
-            if fresh:
+            if not self.repeats[request] or not batch.leaders:
                 batch.leaders.append(request)
                 batch.groups.append([])
-                tokens += cost
             batch.groups[-1].append(slot)
         self.given += room
-        return found
+        return batch
 
     def collect(self, lengths: list[int]) -> None:
         """Take back the slots of ended requests.
@@ -107,6 +97,33 @@ class Feeder:
         for request in [r for r in self._slot if lengths[r] > 0]:
             self._free.append(self._slot.pop(request))
             self.ended += 1
+
+
+def chunks(lengths: list[int], size: int) -> list[list[tuple[int, int, int]]]:
+    """Cut sequences into forwards of at most `size` tokens.
+
+    A sequence that fits into a forward is never cut; a longer one fills what is left of the one before.
+
+    Args:
+        lengths: Tokens of each, all above 0.
+        size: Above 0.
+
+    Returns:
+        Of each forward: number, first token and end of each piece of a sequence. They are in order.
+    """
+    found: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for number, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            if room == 0 or room < length <= size:
+                found.append([])
+                room = size
+            end = min(length, start + room)
+            found[-1].append((number, start, end))
+            room -= end - start
+            start = end
+    return found
 
 
 def entries(prompts: Prompts, batch: Batch, lengths: list[int]) -> torch.Tensor:
