@@ -73,13 +73,15 @@ def check_optimizer(module: Harness, dtypes: set[torch.dtype]) -> None:
             "could not be read by another number of ranks. Use `ModelParallelStrategy(data_parallel_size=N, "
             "tensor_parallel_size=1)`, or `optim.state='float32'`."
         )
-    if optim.paged and (sharding.sharded or device.type != "cuda"):
-        why = (
-            "a sharding strategy keeps the state with its shards" if sharding.sharded else "it pages to and from a GPU"
-        )
+    if optim.paged and (sharding.flat or device.type != "cuda"):
+        why = "it pages to and from a GPU. Leave it out."
+        if sharding.flat:
+            why = (
+                "FSDP1 gathers the state of its flat parameters where they are. Use `ModelParallelStrategy("
+                "data_parallel_size=N, tensor_parallel_size=1)`, or leave it out."
+            )
         raise ValueError(
-            f"`optim.paged=True` cannot be used here ({type(module.trainer.strategy).__name__} on {device}): {why}. "
-            "Leave it out."
+            f"`optim.paged=True` cannot be used here ({type(module.trainer.strategy).__name__} on {device}): {why}"
         )
 
 

@@ -362,7 +362,7 @@ def test_what_cannot_work_is_said_before_weights_are_loaded(tmp_path, monkeypatc
     ("options", "flat", "message"),
     [
         ({"state": "8bit"}, True, "`optim.state='8bit'` scales the blocks of a matrix's rows, and FSDP1 flattens"),
-        ({"paged": True}, False, "a sharding strategy keeps the state with its shards"),
+        ({"paged": True}, True, "FSDP1 gathers the state of its flat parameters where they are"),
     ],
 )
 def test_what_a_sharding_strategy_cannot_hold(options, flat, message):
@@ -374,8 +374,9 @@ def test_what_a_sharding_strategy_cannot_hold(options, flat, message):
     )
     with pytest.raises(ValueError, match=message):
         check_optimizer(module, {torch.bfloat16})
-    module.sharding = SimpleNamespace(flat=False, sharded=False)
-    check_optimizer(module, {torch.bfloat16})
+    for sharded in (False, True):
+        module.sharding = SimpleNamespace(flat=False, sharded=sharded)
+        check_optimizer(module, {torch.bfloat16})
 
 
 def test_a_lean_fit(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
@@ -119,7 +120,8 @@ class LeanAdamW(MasterAdamW):
                 if "master" in state and "master" in given:
                     local(state["master"]).copy_(local(given["master"]))
                 self._adopt(p, state, given)
-                if self.kinds["paged"]:  # out of the sight of a trainer, which moves what it finds to the GPU
+                # Out of the sight of a trainer, which moves what it finds to the GPU; those that shard do not.
+                if self.kinds["paged"] and not isinstance(p, DTensor):
                     self._waiting[p] = self.state.pop(p)
 
     @override
@@ -179,12 +181,12 @@ class LeanAdamW(MasterAdamW):
         size = (*rows, *tuple(shape)[len(rows) :])
         paged = self.kinds["paged"] and mine.is_cuda
         zeros = torch.zeros(size, dtype=dtype, device="cpu" if paged else mine.device, pin_memory=paged)
-        if not isinstance(p, DTensor) or paged:  # a mesh of GPUs takes no tensor of the host
+        if not isinstance(p, DTensor):
             return zeros
-        stride = torch.empty(tuple(shape), device="meta").stride()
-        return DTensor.from_local(
-            zeros, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), dtype)
+        # As FSDP2 makes its own of shards on the CPU: `from_local` would put it on the mesh's devices.
+        made: Tensor = DTensor(zeros, DTensorSpec(p.device_mesh, p.placements, meta), requires_grad=False)
+        return made
 
     @override
     def _step_group(self, params: list[Tensor], group: dict[str, Any]) -> None:
