@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._runtime_utils import _reshard
 
 from lit_ppo.callbacks._bitsandbytes import constants, quantized_layers
 
@@ -15,8 +17,44 @@ SMALLEST = 2**16
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Return one tensor of each storage, by the storage's identity."""
-    return {t.untyped_storage()._cdata: t for t in tensors}
+    """Return one tensor of each storage, by the storage's identity; of a DTensor, this rank's part."""
+    return {t.untyped_storage()._cdata: t for t in map(_local, tensors)}
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP gathers a module's weights from the shards of all ranks."""
+    return any(isinstance(m, FSDPModule) or _is_flat(m) for m in module.modules())
+
+
+def reshard(module: nn.Module) -> None:
+    """Have the shards be the parameters: FSDP keeps a root's gathered after a forward that no backward follows.
+
+    Args:
+        module: Between forwards.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+        elif _is_flat(part):
+            handle: Any = part._handle
+            if not handle.is_sharded(handle.flat_param):
+                _reshard(part, handle, True)
+
+
+def _is_flat(module: nn.Module) -> bool:
+    """Whether a module is an FSDP1 unit whose weights are cut: with NO_SHARD, and on one rank, they are not."""
+    handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
+    return handle is not None and handle.uses_sharded_strategy
+
+
+def _parameters(module: nn.Module) -> list[tuple[Tensor, bool]]:
+    """Return this rank's part of the parameters, and whether each is frozen."""
+    reshard(module)
+    return [(_local(p), not p.requires_grad) for p in module.parameters()]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 class Unit:
@@ -24,7 +62,7 @@ class Unit:
 
     Args:
         find: Returns the tensors, and for each whether its host copy stays valid while it is on the device. Called
-            before the unit leaves, since an optimizer makes its state late.
+            before the unit leaves, since an optimizer makes its state late, and a gathered model has other parameters.
     """
 
     def __init__(self, find: Callable[[], list[tuple[Tensor, bool]]]) -> None:
@@ -38,14 +76,18 @@ class Unit:
 
     @classmethod
     def of_module(cls, module: nn.Module) -> Unit:
-        """A model: parameters, buffers and quantization constants."""
+        """A model: parameters, buffers and quantization constants; under FSDP this rank's shards."""
 
         def find() -> list[tuple[Tensor, bool]]:
-            fixed: list[tuple[Tensor, bool]] = [(p, not p.requires_grad) for p in module.parameters()]
-            fixed += [(b, False) for b in module.buffers()]
+            fixed = _parameters(module) + [(b, False) for b in module.buffers()]
             return fixed + [(t, True) for layer in quantized_layers(module).values() for t in constants(layer)]
 
         return cls(find)
+
+    @classmethod
+    def of_shards(cls, module: nn.Module) -> Unit:
+        """What a model can do without while its weights are gathered: this rank's shards, but no buffers."""
+        return cls(lambda: _parameters(module))
 
     @classmethod
     def of_optimizer(cls, optimizer: torch.optim.Optimizer) -> Unit:
@@ -53,7 +95,7 @@ class Unit:
 
         def find() -> list[tuple[Tensor, bool]]:
             values = [(p, v) for p, state in optimizer.state.items() for k, v in state.items() if k != "step"]
-            local = [(p, getattr(v, "_local_tensor", v)) for p, v in values if isinstance(v, Tensor)]
+            local = [(p, _local(v)) for p, v in values if isinstance(v, Tensor)]
             return [(v, False) for p, v in local if v.device == p.device]  # others are on the host already
 
         return cls(find)
@@ -64,12 +106,17 @@ class Unit:
         return sum(storage.bytes for storage in self._held.values())
 
     @torch.no_grad()
-    def leave(self) -> int | None:
-        """Give the device memory back; return the bytes that came free on CUDA, None if it was away or is elsewhere."""
+    def leave(self, collect: bool = True) -> int | None:
+        """Give the device memory back; return the bytes that came free on CUDA, None if it was away or is elsewhere.
+
+        Args:
+            collect: Look again for what belongs to it; else what the last `collect` has found leaves.
+        """
         if self._away:
             return None
         self.wait()
-        self._collect()
+        if collect:
+            self.collect()
         devices = {s.device for s in self._held.values() if s.device.type == "cuda"}
         before = sum(torch.cuda.memory_allocated(d) for d in devices)
         stale = [s for s in self._held.values() if not s.valid]
@@ -118,7 +165,8 @@ class Unit:
         moved, self._moved, self._timers = self._moved, 0, []
         return moved, seconds
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Find out what belongs to it, while it is there."""
         found: dict[int, tuple[Tensor, bool]] = {}
         for tensor, fixed in self._find():
             storage = tensor.untyped_storage()

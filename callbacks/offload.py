@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lit_ppo.callbacks._common import as_list, check_flags, log_metrics, nearest
-from lit_ppo.callbacks._paging import Unit, storages_of
+from lit_ppo.callbacks._paging import Unit, is_sharded, storages_of
 
 _IN_EVERY_PHASE = "actor"
 
@@ -30,11 +29,16 @@ class OffloadRoles(Callback):
     use them, their device memory is given back. Weights that do not train are never copied back: their host copy stays
     valid. Parameters remain the same objects on the same device: only their memory comes and goes.
 
+    Under FSDP (``strategy="fsdp"``, ``ModelParallelStrategy``) it is this rank's shards that page. There the role
+    ``"actor"`` may be named too: its shards wait in host memory while the whole of its weights is at hand, gathered for
+    a rollout. The module says so by ``gather_listeners`` (a list of functions called with the model, and True once its
+    whole weights are there, False before they are gathered and when they are given back).
+
     Checkpoints, optimizers and results are those of a run without it. At the end of the fit everything is back.
 
     Args:
         roles: Names of roles. None: every role without trainable weights, reward models included. The role ``"actor"``
-            computes in every phase and is refused.
+            computes in every phase: it is refused where its weights are not gathered from shards.
         optimizer: Also the state of the optimizers: on the device only in the phases in which they step. (LeanAdamW's
             own ``paged`` goes further: on the device only within the step, piece by piece.)
 
@@ -42,8 +46,8 @@ class OffloadRoles(Callback):
         bytes: Bytes that each unit gives back, by name.
 
     Raises:
-        ValueError: No phases or roles to go by, an unknown role, one that cannot be paged (cut over ranks by FSDP, or
-            sharing its weights with a role that stays), or nothing to do.
+        ValueError: No phases or roles to go by, an unknown role, one that cannot be paged (kept in host memory by FSDP
+            itself, or sharing its weights with a role that stays), or nothing to do.
         RuntimeError: Paging frees no device memory: something else holds it.
 
     Logs, once, after the first training batch: ``offload/gib`` (host copies), ``offload/moved_gib`` and
@@ -62,13 +66,9 @@ class OffloadRoles(Callback):
         check_flags("OffloadRoles", optimizer=optimizer)
         self.roles = None if roles is None else as_list("OffloadRoles", "roles", roles)
         self.optimizer = optimizer
-        if self.roles is not None and _IN_EVERY_PHASE in self.roles:
-            raise ValueError(
-                f"`OffloadRoles(roles={self.roles!r})`: the actor samples, is scored and trains: it computes in every "
-                "phase. Leave it out."
-            )
         self.bytes: dict[str, int] = {}
         self._units: dict[str, Unit] = {}
+        self._names: dict[int, str] = {}
         self._used: dict[str, set[tuple[bool, str | None]]] = {}
         self._now: tuple[bool, str | None] = (False, None)
         self._checked: set[str] = set()
@@ -85,6 +85,12 @@ class OffloadRoles(Callback):
                     f"`OffloadRoles` goes by a module's phases and roles, and {type(pl_module).__name__} has no "
                     f"`{name}`. See OffloadRoles for what these are."
                 )
+        gathers = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+        if _IN_EVERY_PHASE in (self.roles or ()) and not (gathers and hasattr(pl_module, "gather_listeners")):
+            raise ValueError(
+                f"`OffloadRoles(roles={self.roles!r})`: the actor samples, is scored and trains: it computes in every "
+                "phase. Leave it out; only where a rollout gathers its weights from shards can these leave."
+            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -96,9 +102,10 @@ class OffloadRoles(Callback):
         if self.optimizer:
             for number, optimizer in enumerate(trainer.optimizers):
                 self._watch_optimizer(f"optimizer {number}" if number else "optimizer", optimizer)
-        listeners: Any = pl_module.phase_listeners
-        listeners.append(self._on_phase)
-        self._undo.append(lambda: listeners.remove(self._on_phase))
+        for names, listener in (("phase_listeners", self._on_phase), ("gather_listeners", self._on_gather)):
+            listeners: Any = getattr(pl_module, names, [])
+            listeners.append(listener)
+            self._undo.append(partial(listeners.remove, listener))
 
     @override
     def on_train_batch_end(
@@ -134,15 +141,28 @@ class OffloadRoles(Callback):
         if phase is None:
             return
         self._now = (bool(self._trainer.validating or self._trainer.sanity_checking), phase)
-        leaving = {name: unit for name, unit in self._units.items() if self._now not in self._used[name]}
+        idle = (name for name in self._units if self._now not in self._used[name] and name != _IN_EVERY_PHASE)
+        leaving = {name: self._units[name] for name in idle}
         for name, unit in leaving.items():
             self._page_out(name, unit)
         for name, unit in self._units.items():
             if name not in leaving:
                 unit.fetch()
 
-    def _page_out(self, name: str, unit: Unit) -> None:
-        freed = unit.leave()
+    def _on_gather(self, model: nn.Module, whole: bool) -> None:
+        """Shards are needed before they are gathered and after; not by whoever has the whole."""
+        name = self._names.get(id(model))
+        if name is None:
+            return
+        if whole:
+            if name == _IN_EVERY_PHASE:
+                self._page_out(name, self._units[name], collect=False)
+            return
+        self._need(name)
+        self._units[name].collect()
+
+    def _page_out(self, name: str, unit: Unit, collect: bool = True) -> None:
+        freed = unit.leave(collect)
         self.bytes[name] = unit.bytes
         if not freed and not unit.bytes:
             return  # an optimizer before its first step
@@ -177,13 +197,17 @@ class OffloadRoles(Callback):
                     raise ValueError(f"`OffloadRoles(roles={name!r})` is no role.{nearest(name, known)}")
             chosen = {name: known[name] for name in self.roles}
         for name, module in chosen.items():
-            sharded = (FSDPModule, FullyShardedDataParallel)
-            if any(isinstance(m, sharded) for m in module.modules()) or any(
-                isinstance(p, DTensor) for p in module.parameters()
-            ):
+            sharded = is_sharded(module)
+            if name == _IN_EVERY_PHASE and not sharded:
                 raise ValueError(
-                    f"`OffloadRoles`: `{name}` is cut over the ranks by FSDP, which moves its pieces by itself. Use "
-                    "the strategy's own CPU offload, or keep the role whole (`sharded: false`)."
+                    f"`OffloadRoles(roles={self.roles!r})`: `{name}` is whole on each rank here, and computes in every "
+                    "phase. Leave it out."
+                )
+            kept = {p.device.type for p in module.parameters()} - {pl_module.device.type}
+            if sharded and kept:
+                raise ValueError(
+                    f"`OffloadRoles`: `{name}` waits on the {kept.pop()} already, by the strategy's own offload. Use "
+                    "one of the two."
                 )
             others = {n: m for n, m in known.items() if n not in chosen}
             mine = storages_of(module.parameters())
@@ -194,15 +218,18 @@ class OffloadRoles(Callback):
         return {n: chosen[n] for n in chosen if unique[id(chosen[n])] == n}
 
     def _watch_module(self, name: str, module: nn.Module) -> None:
-        self._units[name] = Unit.of_module(module)
+        self._units[name] = Unit.of_shards(module) if name == _IN_EVERY_PHASE else Unit.of_module(module)
         self._used[name] = set()
+        self._names[id(module)] = name
         need = partial(self._need, name)
         for part in module.modules():
             if part is module or next(part.children(), None) is not None:
                 # not leaves: a hook on a head would have others take it for one that cannot be read directly
-                self._undo.append(part.register_forward_pre_hook(need).remove)
-        back = partial(_bring_back, self._units[name])
-        self._undo.append(module.register_state_dict_pre_hook(back).remove)
+                self._undo.append(part.register_forward_pre_hook(need, prepend=True).remove)  # before FSDP's own
+        back = module.register_state_dict_pre_hook(partial(_bring_back, self._units[name]))
+        hooks: Any = module._state_dict_pre_hooks
+        hooks.move_to_end(back.id, last=False)  # before FSDP1 gathers what is to be saved
+        self._undo.append(back.remove)
 
     def _watch_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self._units[name] = Unit.of_optimizer(optimizer)
@@ -217,7 +244,7 @@ class OffloadRoles(Callback):
             self._undo.pop()()
         for unit in self._units.values():
             unit.release()
-        self._units, self._used, self._checked = {}, {}, set()
+        self._units, self._used, self._names, self._checked = {}, {}, {}, set()
         self._trainer = None
 
 

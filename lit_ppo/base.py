@@ -89,6 +89,7 @@ class Harness(LightningModule):
         # The protocol that callbacks read (lit_ppo.callbacks); any module may offer the same.
         self.phase: str | None = None
         self.phase_listeners: list[Callable[[str | None], None]] = []
+        self.gather_listeners: list[Callable[[nn.Module, bool], None]] = []
         self.role_transforms: list[Callable[[str, nn.Module], nn.Module]] = []
         self.role_load_kwargs: dict[str, dict[str, Any]] = {}
         self.samples: list[dict[str, Any]] = []
@@ -113,6 +114,7 @@ class Harness(LightningModule):
         together("the checks before the run", lambda: self.check_run(stage))
         self.check_ranks()
         self.sharding = sharding_for(self.trainer.strategy)
+        self.sharding.listeners = self.gather_listeners
         checkpoint.save_atomically(self.trainer)
         after_configure_model(self.trainer, self, self, self.shard)
 

@@ -105,6 +105,7 @@ class FSDP1(Replicated):
 
         `summon_full_params` would neither keep them nor compute in the precision that is trained in.
         """
+        self.tell(store, whole=False)
         _lazy_init(store, store)
         held = [(unit, unit._handle) for unit in units_of(store)]
         before = [handle._sharding_strategy for _, handle in held]
@@ -114,9 +115,11 @@ class FSDP1(Replicated):
             _unshard(unit, handle, unit._unshard_stream, unit._pre_unshard_stream)
         if self.device.type == "cuda":
             torch.cuda.current_stream().wait_stream(held[0][0]._unshard_stream)
+        self.tell(store, whole=True)
         try:
             yield
         finally:
+            self.tell(store, whole=False)  # before: the views of a shard are made anew when it takes its place
             for (unit, handle), strategy in zip(held, before, strict=True):
                 handle._sharding_strategy = strategy
                 _reshard(unit, handle, handle.uses_sharded_strategy)

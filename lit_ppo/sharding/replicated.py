@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -29,6 +29,8 @@ class Replicated:
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
+        self.listeners: list[Callable[[nn.Module, bool], None]] = []
+        """Called with a store and True once `gathered` has all its weights; with False before, and when it is over."""
 
     @property
     def device(self) -> torch.device:
@@ -52,6 +54,11 @@ class Replicated:
     def gathered(self, store: nn.Module) -> Iterator[None]:
         """Have all weights of a store at hand, for any number of forwards that no other rank waits for."""
         yield
+
+    def tell(self, store: nn.Module, *, whole: bool) -> None:
+        """Say to whom it concerns whether the whole weights are at hand, or the shards count."""
+        for listener in self.listeners:
+            listener(store, whole)
 
     def unsynced(self) -> AbstractContextManager[Any]:
         """Keep the strategy's own averaging out of the backwards of a step."""
