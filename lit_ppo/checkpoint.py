@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from lit_ppo.optim.master import is_low_precision
 from lit_ppo.ranks import gather
-from lit_ppo.roles.build import named_tensors, saved_names
 from lit_ppo.roles.loading import fingerprint
+from lit_ppo.roles.names import frozen_names, named_tensors, saved_names, trunk_name
 from lit_ppo.sharding.folders import is_folder, read_folder, recover, use_folders_safely
 
 if TYPE_CHECKING:
@@ -238,8 +238,9 @@ def fingerprints(module: Harness) -> dict[str, str]:
         if view.store in seen:
             continue
         seen.add(view.store)
-        kept = set() if role == "reference" else saved_names(view.store)
-        named = [(n, p) for n, p in view.store.named_parameters() if n not in kept]
+        saved, borrowed = saved_names(view.store), frozen_names(view.store)
+        kept = borrowed if role == "reference" else borrowed | saved
+        named = [(trunk_name(n, saved), p) for n, p in view.store.named_parameters() if n not in kept]
         if named and not any(p.is_meta for _, p in named):
             found[role if role == "reference" else f"{role}'s trunk"] = fingerprint(named)
     return found
@@ -247,8 +248,8 @@ def fingerprints(module: Harness) -> dict[str, str]:
 
 def reward_fingerprints(module: PPOHarness) -> dict[str, str]:
     """Fingerprint the loaded reward models, by role."""
-    models = {module.rewards.role(r): r.model for r in module.rewards.rewards if r.model is not None}
-    return {role: fingerprint(model.named_parameters()) for role, model in models.items()}
+    models = {module.rewards.role(r): r for r in module.rewards.rewards if r.model is not None}
+    return {role: fingerprint(reward.weights()) for role, reward in models.items()}
 
 
 def keep_trained(module: Harness, full: dict[str, Any], prefix: str = "") -> dict[str, Any]:

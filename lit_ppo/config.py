@@ -27,6 +27,7 @@ ADVANTAGES = ("gae", "grpo", "rloo", "reinforce_pp")
 SCHEDULES = ("linear", "cosine", "constant")
 LAYOUTS = ("separate", "shared")
 QUANTIZE = ("none", "nf4", "fp4", "int8")
+TRUNKS = ("own", "actor")
 ENGINES = ("auto", "hf", "graph")
 
 
@@ -153,6 +154,9 @@ class RewardConfig:
     """A sequence-classification model (folder or id), or the import path of a function: `package.module.name`."""
     options: dict[str, Any] | None = None
     """Further arguments by name: of the class to make an instance of, or bound to the function."""
+    trunk: str = "own"
+    """own: `source` is a model of its own. actor: it is an adapter and a head for the actor's base (as exported after
+    `lit-ppo reward fit` with `lora`), and they alone are loaded, onto the trunk under the actor's adapters."""
     weight: float = 1.0
     """Its factor in the sum."""
     name: str | None = None
@@ -189,6 +193,7 @@ class RewardConfig:
         choice("reward", "on_error", self.on_error, ("raise", "skip"))
         choice("reward", "dtype", self.dtype, DTYPES)
         choice("reward", "quantize", self.quantize, QUANTIZE)
+        choice("reward", "trunk", self.trunk, TRUNKS)
         if self.device is not None and self.device_map is not None:
             raise ValueError(
                 f"`reward.device={self.device!r}` puts the model on one device and `reward.device_map="

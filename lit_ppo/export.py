@@ -113,6 +113,8 @@ def merged(base: Any, adapter: str) -> Any:
             state[name.replace(".base_layer.", ".")] = tensor.detach().cpu()
     layers = {layer: name for name, layer in base.named_modules()}
     for layer in tuner_layers(base):
+        if adapter not in {*layer.lora_A, *layer.lora_embedding_A}:  # it carries another one alone
+            continue
         key = f"{layers[layer]}.weight"
         if not state[key].is_floating_point():
             raise ValueError(

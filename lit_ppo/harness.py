@@ -14,7 +14,7 @@ from lit_ppo import checkpoint, checks, preflight, summary
 from lit_ppo.algo.controllers import AdaptiveKL, FixedKL, RunningStd
 from lit_ppo.base import Harness
 from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, RoleConfig, SamplingConfig, from_dict
-from lit_ppo.rewards import build_rewards
+from lit_ppo.rewards import TrunkReward, build_rewards
 from lit_ppo.roles.build import Roles, build_roles
 from lit_ppo.rollout.base import RolloutEngine, Sampling
 from lit_ppo.rollout.select import build_engine
@@ -117,6 +117,7 @@ class PPOHarness(Harness):
         plan = preflight.plan(self)
         plan.transforms, plan.load_kwargs = self.role_transforms, self.role_load_kwargs
         plan.true_dtype, plan.empty = preflight.true_dtype(self), empty
+        plan.frozen = [reward.frozen() for reward in self.trunk_rewards]
         return build_roles(plan, self.target_device)
 
     def configure_model(self) -> None:
@@ -129,6 +130,7 @@ class PPOHarness(Harness):
     def adopt(self, views: Roles) -> None:
         """Take the models, and make the engine that samples from the actor."""
         super().adopt(views)
+        self.bind_rewards()
         if self.ppo.packing and (reason := views.pack()) is not None:
             rank_zero_info(f"The models run padded: {reason}.")
         object.__setattr__(
@@ -141,6 +143,22 @@ class PPOHarness(Harness):
         if views.critic is not None:
             store = views.critic.store
             self.work["critic"] = Work.of(store, store.base.config, without=store.base.get_output_embeddings())
+
+    @property
+    def trunk_rewards(self) -> list[TrunkReward]:
+        """The rewards that are adapters of the actor's trunk, in a run that scores."""
+        return [] if self.rewards is None or self._trainer is None else self.rewards.on_trunk
+
+    def bind_rewards(self) -> None:
+        """Let the rewards on the actor's trunk compute with it, in forwards no larger than those of the other roles."""
+        for reward in self.trunk_rewards:
+            rows = self.ppo.score_batch_size or self.ppo.micro_batch_size
+            reward.bind(self.views.actor, rows, self.ppo.micro_batch_tokens)
+
+    def shard(self) -> None:
+        """Give each store its weights and its shape on this rank, and the rewards on the trunk what came of it."""
+        super().shard()
+        self.bind_rewards()
 
     def placement(self, role: str, store: nn.Module) -> tuple[torch.device, bool]:
         """Return where a role's weights are on this rank, and whether it has all of them under any strategy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -307,7 +308,9 @@ class PPOLightningModule(PPOHarness):
         def guard(size: int, body: Callable[[int], Tensor]) -> Tensor:
             return self.oom_policy.run("reward", size, body, module=self, apart=True)
 
-        return self.rewards.score(rollout, self.tokenizer, guard)
+        trunk = self.sharding.gathered(self.views.actor.store) if self.trunk_rewards else nullcontext()
+        with trunk:  # then no rank waits for another's texts
+            return self.rewards.score(rollout, self.tokenizer, guard)
 
     def value_at_cut(self, rollout: Rollout) -> Tensor:
         """(B,) float32: the critic's value after the last token of truncated responses, 0 for the others."""

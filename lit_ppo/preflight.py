@@ -82,6 +82,11 @@ def check_run(module: PPOHarness, stage: str) -> None:
             raise ValueError(f"`reward` is missing: `{stage}` needs at least one source of reward.")
         module.rewards.check()
     role_plan = plan(module)
+    for reward in module.trunk_rewards:
+        if stage == "predict":
+            reward.check()
+        asked = module.role_load_kwargs
+        reward.check_trunk(role_plan, module.tokenizer, asked.get(module.rewards.role(reward), asked.get("reward", {})))
     check_devices(module)
     vocab = role_plan.config.get_text_config().vocab_size
     if len(module.tokenizer) > vocab:

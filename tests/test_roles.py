@@ -18,9 +18,10 @@ from lit_ppo.config import LoRAConfig, RoleConfig
 from lit_ppo.experience import Rollout
 from lit_ppo.roles import logprobs as lp
 from lit_ppo.roles.adapters import POLICY, VALUE, active_adapter, adapter_aware, add_adapters, tuner_layers
-from lit_ppo.roles.build import build_roles, plan_roles, saved_names
+from lit_ppo.roles.build import build_roles, plan_roles
 from lit_ppo.roles.loading import critic_from, disable_dropout, fingerprint
 from lit_ppo.roles.model import RoleModel, RoleView
+from lit_ppo.roles.names import saved_names
 
 
 def rollout(count: int = 6, width: int = 5, pad: int = 0) -> Rollout:

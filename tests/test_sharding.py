@@ -16,9 +16,10 @@ from torch.distributed.fsdp import MixedPrecision
 from lit_ppo import PPOLightningModule, PromptDataModule, RoleConfig, SamplingConfig
 from lit_ppo.experience import Experience, Rollout
 from lit_ppo.ranks import check_same, gather, together
-from lit_ppo.roles.build import build_roles, named_tensors, plan_roles
+from lit_ppo.roles.build import build_roles, plan_roles
 from lit_ppo.roles.loading import empty_model, load_causal_lm, load_critic
 from lit_ppo.roles.model import RoleModel
+from lit_ppo.roles.names import named_tensors
 from lit_ppo.sharding import sharding_for
 from lit_ppo.sharding.fsdp1 import FSDP1, unscalable_to_float32
 from lit_ppo.sharding.materialize import Source, fill

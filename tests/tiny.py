@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,27 @@ def folder(kind: str = "llama", seed: int = 0, pad: str | None = "<pad>", labels
             torch.manual_seed(seed)
             AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     (qwen2_tokenizer if kind.startswith("qwen2") else tokenizer)(pad).save_pretrained(path)
+    return str(path)
+
+
+@functools.cache
+def adapter(kind: str = "llama", seed: int = 0, targets: str | tuple[str, ...] = "all-linear") -> str:
+    """Save, as PEFT does, an adapter and a head that make a reward model of `folder(kind)`; nothing of it is zero."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    path = Path(tempfile.mkdtemp(prefix=f"lit-ppo-adapter-{kind}-"))
+    settings = LoraConfig(
+        r=3, lora_alpha=6, task_type=TaskType.SEQ_CLS, modules_to_save=["score"], init_lora_weights=False,
+        target_modules=targets if isinstance(targets, str) else list(targets), exclude_modules=["score"],
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7 + seed)
+        whole = folder() if kind == "llama" else folder(kind)
+        base = AutoModelForSequenceClassification.from_pretrained(whole, num_labels=1)
+        with warnings.catch_warnings():  # of excluded modules where there are none, and of tied embeddings
+            warnings.simplefilter("ignore")
+            get_peft_model(base, settings).save_pretrained(path)
+    tokenizer().save_pretrained(path)
     return str(path)
 
 

@@ -17,7 +17,7 @@ from lit_ppo.doctor import Line
 from lit_ppo.doctor.config import Run
 from lit_ppo.doctor.machine import existing
 from lit_ppo.memory.ledger import GIB
-from lit_ppo.rewards import ModelReward
+from lit_ppo.rewards import ModelReward, TrunkReward
 
 VALIDATED = ("val/reward", "val/length_mean", "val/eos_rate")
 """What a validation logs; `val/reward_<name>` comes with several rewards."""
@@ -246,7 +246,7 @@ def reward_inputs(run: Run) -> Iterator[Line]:
     new = run.module.sampling_config.max_new_tokens
     longest = _longest_texts(run.data)
     for reward in _reward_models(run):
-        limit = _context(reward)
+        limit = _context(reward, run.plan)
         if limit is None or reward.tokenizer is None or not longest:
             continue
         width = max(len(ids) for ids in reward.tokenizer(longest, verbose=False)["input_ids"])
@@ -316,10 +316,13 @@ def _reward_models(run: Run) -> list[Any]:
     return [reward for reward in rewards if isinstance(reward, ModelReward)]
 
 
-def _context(reward: Any) -> int | None:
-    """Return what a reward model reads, by its configuration."""
+def _context(reward: Any, plan: Any) -> int | None:
+    """Return what a reward model reads, by its configuration; one on the actor's trunk reads what the actor does."""
     from lit_ppo.roles.sources import context_length, model_config
 
+    if isinstance(reward, TrunkReward) and plan is not None:
+        limits = [reward.config.max_length, context_length(plan.config.get_text_config())]
+        return min((n for n in limits if n), default=None)
     if reward.source is None:
         return None
     given = reward.config

@@ -14,6 +14,7 @@ from lit_ppo.plan.roles import HEADS, fake_model, fake_roles, layers_of, pretend
 from lit_ppo.plan.setup import Model, Setup
 from lit_ppo.plan.stand_ins import quantize
 from lit_ppo.plan.trace import Step, prefill, rewarding, rows_of, sampling, scoring, training_step
+from lit_ppo.roles.model import RoleView
 from lit_ppo.sharding.units import layers
 
 PHASES = ("load", "rollout", "score", "update", "save")
@@ -150,7 +151,7 @@ class Forecast:
             "roles",
             self.depth,
             s.shared,
-            repr(s.lora),
+            repr((s.lora, [adapter.settings for adapter, _ in s.frozen])),
             s.precision,
             s.ppo.packing,
             *map(_key, (s.actor, s.critic, s.reference)),
@@ -191,7 +192,7 @@ class Forecast:
     def _same(self, role: str) -> tuple[Any, ...]:
         s = self.setup
         model = {"actor": s.actor, "critic": s.critic, "reference": s.reference or s.actor}[role]
-        return (_key(model), s.precision, repr(s.lora), s.shared)
+        return (_key(model), s.precision, repr((s.lora, [adapter.settings for adapter, _ in s.frozen])), s.shared)
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -309,8 +310,13 @@ class Forecast:
         for name, (model, options) in s.rewards.items():
             if model.device is None:
                 work = max(work, self._rewarded(name, model, min(options.batch_size, s.episodes)))
+        for adapter, options in s.frozen:
+            at_once = s.rows(s.ppo.score_batch_size or s.ppo.micro_batch_size, s.episodes)
+            work = max(work, self._on_trunk(adapter.name, min(at_once, options.batch_size)))
         parts["activations"] = work
         units = [store.unit for store in self.stores.values()]
+        if s.frozen and self.stores["actor"].unit:
+            units.append(self.stores["actor"].whole)
         if max(units):
             parts["gathered"] = max(units)
         return Phase(parts)
@@ -322,6 +328,13 @@ class Forecast:
             if model.quantize != "none":
                 quantize(made, HEADS)
             self.traces[key] = rewarding(made, rows, self.setup.length)
+        return self.traces[key]
+
+    def _on_trunk(self, adapter: str, rows: int) -> int:
+        key = ("states", adapter, *self._same("actor"), rows, self.setup.length)
+        if key not in self.traces:
+            view = RoleView(self._roles().actor.store, "states", adapter)
+            self.traces[key] = scoring(view, rows_of(rows, self.setup.length, 1), autocast=None)
         return self.traces[key]
 
     def _update(self) -> Phase:

@@ -106,6 +106,7 @@ def fake_roles(setup: Setup, depth: int) -> Roles:
         has_reference=setup.reference is not None,
         config=setup.actor.config,
         seed=0,
+        frozen=[adapter for adapter, _ in setup.frozen],
     )
     roles = build_roles(plan, torch.device("meta"))
     true = TRUE.get(setup.precision)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.rewards.trunk import read_settings
+from lit_ppo.roles.adapters import FrozenAdapter
 from lit_ppo.roles.loading import resolve_dtype
 from lit_ppo.roles.sources import context_length, model_config
 
@@ -72,6 +74,8 @@ class Setup:
     offload_activations: float | None = None
     """Saved tensors of so many MiB or more wait in host memory; None: none does."""
     offload_optimizer: bool = False
+    frozen: list[tuple[FrozenAdapter, RewardConfig]] = field(default_factory=list)
+    """Rewards that are adapters of the actor's trunk."""
     notes: list[str] = field(default_factory=list)
     """What the forecast leaves out or had to assume."""
 
@@ -151,8 +155,14 @@ def read_setup(
     actor_source = _as_role(model["actor"])
     critic = reference = None
     rewards: dict[str, tuple[Model, RewardConfig]] = {}
+    frozen: list[tuple[FrozenAdapter, RewardConfig]] = []
     for i, given in enumerate(_listed(model.get("reward"))):
         reward = from_dict(RewardConfig, dict(given) if isinstance(given, Mapping) else {"source": given})
+        if reward.trunk == "actor":
+            frozen.append(
+                (FrozenAdapter(f"reward{len(frozen)}", read_settings(reward.source, reward.revision)), reward)
+            )
+            continue
         if _is_function(reward.source):
             continue
         as_role = {"source": reward.source, "dtype": reward.dtype, "trust_remote_code": reward.trust_remote_code}
@@ -186,7 +196,7 @@ def read_setup(
     setup = Setup(
         actor, critic, reference, rewards, ppo, sampling, optim, lora, shared, precision, int(prompt),
         episodes=-(-int(data.get("batch_size") or 512) * sampling.samples_per_prompt // gpus), ranks=gpus,
-        family=family, flat=flat, card=card, notes=notes,
+        family=family, flat=flat, card=card, frozen=frozen, notes=notes,
     )  # fmt: skip
     for name, options in callbacks:
         _apply(setup, name, options)

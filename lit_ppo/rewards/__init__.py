@@ -17,8 +17,19 @@ from lit_ppo.rewards.base import Reward, RewardError, Samples
 from lit_ppo.rewards.function import FunctionReward
 from lit_ppo.rewards.model import ModelReward
 from lit_ppo.rewards.resolve import resolve
+from lit_ppo.rewards.trunk import TrunkReward
 
-__all__ = ["FunctionReward", "ModelReward", "Reward", "RewardError", "RewardSum", "Samples", "Scores", "build_rewards"]
+__all__ = [
+    "FunctionReward",
+    "ModelReward",
+    "Reward",
+    "RewardError",
+    "RewardSum",
+    "Samples",
+    "Scores",
+    "TrunkReward",
+    "build_rewards",
+]
 
 RewardSpec = str | RewardConfig | dict[str, Any] | Callable[..., Any] | nn.Module | tuple[nn.Module, Any] | Reward
 
@@ -61,6 +72,8 @@ class RewardSum:
             if names.count(name) > 1:
                 raise ValueError(f"Two rewards are called {name!r}. Give each its own `name`; they are logged apart.")
         self.rewards = list(rewards)
+        for number, reward in enumerate(self.on_trunk):
+            reward.adapter = f"reward{number}"
         self.default_device = default_device
 
     @property
@@ -72,6 +85,11 @@ class RewardSum:
     def models(self) -> dict[str, nn.Module]:
         """The loaded models by the names of their rewards."""
         return {reward.name: reward.model for reward in self.rewards if reward.model is not None}
+
+    @property
+    def on_trunk(self) -> list[TrunkReward]:
+        """Those that are adapters of the actor's trunk."""
+        return [reward for reward in self.rewards if isinstance(reward, TrunkReward)]
 
     def check(self) -> None:
         """Find mistakes without loading weights.
@@ -211,6 +229,8 @@ def _build(spec: Any) -> Reward:
                 "options use `FunctionReward(function, weight=...)` or `ModelReward(module, tokenizer, weight=...)`."
             )
         options = asdict(config)
+        if config.trunk == "actor":
+            return TrunkReward(**options)
         found = resolve(config.source, config.options)
         if isinstance(found, Reward):
             raise TypeError(f"`reward.source={config.source!r}` is a {type(found).__name__}: pass it from Python.")

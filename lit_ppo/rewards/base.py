@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -109,6 +109,10 @@ class Reward(ABC):
         self.config = config
         self.name = config.name or name
         self._warned: set[str] = set()
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the loaded weights by name, of which a resumed run checks that they are the same."""
+        return () if self.model is None else self.model.named_parameters()
 
     @abstractmethod
     def score(self, samples: Samples, batch_size: int | None = None) -> Tensor:

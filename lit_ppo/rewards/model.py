@@ -46,13 +46,16 @@ class ModelReward(Reward):
         given: Any = None if isinstance(source, str) else source
         config = from_dict(RewardConfig, {**options, "source": source if given is None else ""})
         super().__init__(config, Path(config.source).absolute().name if given is None else type(given).__name__)
-        loading = {"quantize", "device_map", "dtype", "attn_implementation", "trust_remote_code", "revision"}
+        if config.trunk != "own" and not hasattr(type(self), "check_trunk"):
+            raise ValueError(f"`reward.trunk={config.trunk!r}` has no effect on a ModelReward: use `TrunkReward`.")
+        loading = {"trunk", "quantize", "device_map", "dtype", "attn_implementation", "trust_remote_code", "revision"}
         allowed = set(asdict(config)) - {"timeout", "options"} - (set() if given is None else loading)
         refuse_options(config, allowed, "a reward model" if given is None else "a reward model that is already built")
         self.tokenizer = tokenizer
         self._given = given
         self._path = str(Path(self.config.source).expanduser())
         self._core: Any = None
+        self._head: Any = None
         if given is not None:
             self.tokenizer = tokenizer or getattr(given, "tokenizer", None)
             if not hasattr(getattr(given, "config", None), "num_labels"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,20 @@ POLICY = "policy"
 VALUE = "value"
 
 
-def add_adapters(model: nn.Module, config: LoRAConfig, names: list[str], seed: int) -> Any:
+@dataclass
+class FrozenAdapter:
+    """An adapter that was trained elsewhere, on the same trunk."""
+
+    name: str
+    settings: Any
+    """PEFT's configuration of it."""
+    read: Callable[[], dict[str, torch.Tensor]] | None = None
+    """Reads its weights, by the names that PEFT saves them under. None: a stand-in, for the shapes alone."""
+
+
+def add_adapters(
+    model: nn.Module, config: LoRAConfig, names: list[str], seed: int, frozen: Sequence[FrozenAdapter] = ()
+) -> Any:
     """Wrap `model` in PEFT with one LoRA adapter a name, all trainable at once.
 
     The update starts at zero, so every adapter starts as the trunk itself. Adapters of a bf16 trunk are float32.
@@ -25,6 +39,7 @@ def add_adapters(model: nn.Module, config: LoRAConfig, names: list[str], seed: i
         config: Rank, scale, target layers.
         names: Adapter names.
         seed: Of the random half of each adapter.
+        frozen: Further adapters, which keep the weights that they come with.
 
     Raises:
         ValueError: No layer of the model matches `lora.target_modules`.
@@ -53,20 +68,35 @@ def add_adapters(model: nn.Module, config: LoRAConfig, names: list[str], seed: i
                 f"`lora.target_modules={targets!r}` does not fit {type(model).__name__}: {error} "
                 f'Its linear layers are {", ".join(linear)}; "all-linear" takes all but the head.'
             ) from error
+        for adapter in frozen:
+            # its head is no part of the trunk
+            settings = replace(adapter.settings, modules_to_save=None, exclude_modules=None, task_type=None)
+            wrapped.add_adapter(adapter.name, settings)
+            _fill(wrapped, adapter)
     draw = torch.Generator().manual_seed(seed)
     for name, parameter in wrapped.named_parameters():
-        if ".lora_A." in name:  # as PEFT starts it, but with the same numbers on every kind of device
+        ours = any(is_adapter_parameter(name, adapter) for adapter in names)
+        if ours and ".lora_A." in name:  # as PEFT starts it, but with the same numbers on every kind of device
             # whatever the default device and dtype are
             fresh = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             nn.init.kaiming_uniform_(fresh, a=5**0.5, generator=draw)
             parameter.data.copy_(fresh)
-        parameter.requires_grad_(any(is_adapter_parameter(name, adapter) for adapter in names))
+        parameter.requires_grad_(ours)
     return wrapped
+
+
+def _fill(wrapped: Any, adapter: FrozenAdapter) -> None:
+    """Give a frozen adapter its weights, unless another rank sends them."""
+    from peft import set_peft_model_state_dict
+
+    if adapter.read is None or wrapped.get_base_model().get_input_embeddings().weight.is_meta:
+        return
+    set_peft_model_state_dict(wrapped, adapter.read(), adapter_name=adapter.name)
 
 
 def is_adapter_parameter(name: str, adapter: str) -> bool:
     """Whether a parameter name belongs to the adapter of that name."""
-    return "lora_" in name and f".{adapter}." in name
+    return "lora_" in name and f".{adapter}." in f"{name}."  # those of an embedding end with it
 
 
 def tuner_layers(model: nn.Module) -> list[Any]:

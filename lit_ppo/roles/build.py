@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lit_ppo.config import LAYOUTS, LoRAConfig, RoleConfig, choice, from_dict
-from lit_ppo.roles.adapters import POLICY, VALUE, add_adapters, is_adapter_parameter
+from lit_ppo.roles.adapters import POLICY, VALUE, FrozenAdapter, add_adapters
 from lit_ppo.roles.loading import (
     critic_from,
     disable_dropout,
@@ -24,6 +24,7 @@ from lit_ppo.roles.loading import (
     resolve_dtype,
 )
 from lit_ppo.roles.model import RoleModel, RoleView
+from lit_ppo.roles.names import trained_parameters
 from lit_ppo.roles.quantized import check_quantize, loading_options, make_movable
 from lit_ppo.roles.sources import check_architecture, first_line, model_config
 
@@ -57,6 +58,8 @@ class RolePlan:
     """Build on the meta device what comes from a source: another rank loads it."""
     true_dtype: torch.dtype | None = None
     """What `Trainer(precision="bf16-true")` and its like make of every trained weight; `auto` then means it."""
+    frozen: list[FrozenAdapter] = field(default_factory=list)
+    """Further adapters of the actor's trunk, which are not trained."""
 
 
 @dataclass
@@ -239,8 +242,9 @@ def build_roles(plan: RolePlan, device: torch.device) -> Roles:
     if shared:
         head = nn.Linear(actor_model.config.get_text_config().hidden_size, 1, bias=False)
         nn.init.zeros_(head.weight)
-    adapted = add_adapters(actor_model, plan.lora, [POLICY, VALUE] if shared else [POLICY], plan.seed)
-    store = RoleModel(adapted, head)
+    names = [POLICY, VALUE] if shared else [POLICY]
+    adapted = add_adapters(actor_model, plan.lora, names, plan.seed, plan.frozen)
+    store = RoleModel(adapted, head, frozen=tuple(adapter.name for adapter in plan.frozen))
     if reference is None and plan.has_reference:
         reference = RoleView(store, "logprobs", None)
     critic = None
@@ -252,43 +256,6 @@ def build_roles(plan: RolePlan, device: torch.device) -> Roles:
         wrapped.get_base_model().score.requires_grad_(True)
         critic = RoleView(RoleModel(wrapped), "values", VALUE)
     return Roles(RoleView(store, "logprobs", POLICY), critic, reference)
-
-
-def named_tensors(store: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by the names of the state dict, which FSDP1 would gather for it."""
-    found: dict[str, torch.Tensor] = {clean_name(n): p for n, p in store.named_parameters(remove_duplicate=False)}
-    for prefix, owner in store.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set:
-                found[clean_name(f"{prefix}.{name}".lstrip("."))] = buffer
-    return found
-
-
-def clean_name(name: str) -> str:
-    """Return a parameter's name without what FSDP1's wrappers put in it."""
-    return name.replace("_fsdp_wrapped_module.", "")
-
-
-def saved_names(store: RoleModel) -> set[str]:
-    """Return the names in a store's state dict that belong in a checkpoint: with adapters, not the frozen trunk."""
-    names = set(named_tensors(store))
-    if hasattr(store.model, "peft_config"):
-        names = {n for n in names if "lora_" in n or n.startswith("value_head.") or n.endswith(".score.weight")}
-    return names
-
-
-def trained_parameters(view: RoleView) -> list[tuple[str, nn.Parameter]]:
-    """Return the named parameters of a role that an optimizer updates."""
-    saved = saved_names(view.store)
-    named = [(clean_name(n), p) for n, p in view.store.named_parameters()]
-    named = [(n, p) for n, p in named if n in saved]
-    if view.adapter is None:
-        return named
-    return [
-        (n, p)
-        for n, p in named
-        if is_adapter_parameter(n, view.adapter) or (view.output == "values" and "lora_" not in n)
-    ]
 
 
 def check_source(name: str, value: Source) -> RoleConfig | nn.Module | None:

@@ -23,12 +23,13 @@ class RoleModel(nn.Module):
     Args:
         model: A causal LM (log-probs), or a one-label sequence classifier (values).
         value_head: A linear layer with one output, for values from a causal LM's trunk.
+        frozen: Names of adapters that are neither trained nor saved.
     """
 
-    def __init__(self, model: nn.Module, value_head: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module, value_head: nn.Module | None = None, frozen: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.model: Any = model
-        self.value_head = value_head
+        self.value_head, self.frozen = value_head, frozen
         self.packs = False
         self._tuners = tuner_layers(model) if hasattr(model, "peft_config") else []
 
@@ -72,7 +73,7 @@ class RoleModel(nn.Module):
         """Run the model once over prompt and response.
 
         Args:
-            output: "logprobs" or "values".
+            output: "logprobs", "values", or "states".
             adapter: The adapter to compute with; None is the bare trunk.
             rollout: B rows, P prompt and R response positions.
             temperature: Divides the logits.
@@ -81,11 +82,14 @@ class RoleModel(nn.Module):
 
         Returns:
             (B, R) float32 log-probs or values, 0 off the mask, and (B, R) entropies or None. Position t of a value is
-            the state *before* response token t is emitted.
+            the state *before* response token t is emitted. For "states" (N, H): the hidden states that predict the N
+            response tokens, row by row.
         """
         layout, shape = Layout.of(rollout), rollout.ids.shape
         with self.using(adapter):
             hidden = self._hidden(rollout, layout)
+            if output == "states":
+                return hidden, None
             if output == "values":
                 head, bias = self.value_head, 0.0
                 if head is None:
@@ -201,7 +205,7 @@ class RoleView:
 
     Attributes:
         store: Holds the weights; shared between roles in the shared-trunk layout.
-        output: "logprobs" or "values".
+        output: "logprobs", "values" or "states".
         adapter: Name of the adapter that is on; None for the bare model.
         computes_on: Where; None: where its weights are (which FSDP may keep on the CPU in between).
     """

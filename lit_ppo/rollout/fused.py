@@ -146,6 +146,8 @@ def side_by_side(modules: list[Any], adapter: str | None = None, arrange: bool =
         adapter: The LoRA adapter to compute with.
         arrange: Lay weights side by side where they are not yet.
     """
+    if adapter is not None:
+        modules = [_without_others(m, adapter) for m in modules]
     if adapter is not None and all(_is_lora(m, adapter) for m in modules):
         return _Adapted(modules, adapter, arrange)
     plain = all(type(m) is nn.Linear and type(m.weight.data) is Tensor for m in modules)
@@ -240,6 +242,12 @@ class _Adapted:
         for part, small, up in zip(out.split(self.widths, dim=1), low, self.ups, strict=True):
             part.addmm_(small, up.t())
         return out
+
+
+def _without_others(module: Any, adapter: str) -> Any:
+    """Return what is under a layer's adapters, if none of them is the one that is asked for."""
+    names = getattr(module, "lora_A", None)
+    return module if names is None or adapter in names or module.merged else module.base_layer
 
 
 def _is_lora(module: Any, adapter: str) -> bool:

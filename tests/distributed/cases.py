@@ -29,7 +29,7 @@ from lit_ppo import (
 )
 from lit_ppo.callbacks import FreezeParameters, GradientCheckpointing, OOMGuard, QuantizeRewardModel
 from lit_ppo.experience import Rollout
-from lit_ppo.roles.build import clean_name, saved_names
+from lit_ppo.roles.names import clean_name, saved_names
 from lit_ppo.rollout.base import TRAIN
 
 ITERATIONS = 5
@@ -61,6 +61,13 @@ CASES: dict[str, dict[str, Any]] = {
     "two dtypes": {"lora": LoRAConfig(r=4), "ppo": PPOConfig(epochs=2, minibatches=2, micro_batch_size=1)},
     # all of the callbacks at once: layers that thaw, layers that never train, recomputation, a reward model in 4 bits
     "callbacks": {"reward": [wordy, RewardConfig(source="REWARD", weight=0.5, name="model")]},
+    # a reward model that is a third adapter of the trunk, read from micro-batches of another cut
+    "trunk": {
+        "lora": LoRAConfig(r=4, target_modules=["q_proj", "up_proj"]),
+        "layout": "shared",
+        "reward": [wordy, RewardConfig(source="ADAPTER", trunk="actor", name="model")],
+        "ppo": PPOConfig(epochs=2, micro_batch_size=3),
+    },
     # three prompts: with four ranks, one has none; micro-batches by tokens, more on one rank than on another
     "scarce": {
         "lora": LoRAConfig(r=4),
@@ -89,10 +96,10 @@ CALLBACKS: dict[str, Any] = {
 
 def folders() -> dict[str, str]:
     """What the cases load; the same folders on every rank."""
-    return {"actor": tiny.folder(TIED), "reward": tiny.folder("qwen2", labels=1)}
+    return {"actor": tiny.folder(TIED), "reward": tiny.folder("qwen2", labels=1), "adapter": tiny.adapter(TIED)}
 
 
-def module(case: str, actor: str, reward: str, **changes: Any) -> PPOLightningModule:
+def module(case: str, actor: str, reward: str, adapter: str, **changes: Any) -> PPOLightningModule:
     """The module of a case."""
     options = {
         "actor": RoleConfig(source=actor, dtype=DTYPES.get(case, "auto")),
@@ -103,7 +110,8 @@ def module(case: str, actor: str, reward: str, **changes: Any) -> PPOLightningMo
     }
     options |= CASES[case]
     if isinstance(options["reward"], list):
-        options["reward"] = [wordy, replace(options["reward"][1], source=reward)]
+        model = options["reward"][1]
+        options["reward"] = [wordy, replace(model, source=reward if model.trunk == "own" else adapter)]
     return PPOLightningModule(**(options | changes))
 
 
