@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, LlamaForCausalLM
 
 from lit_ppo import PPOLightningModule
 from lit_ppo.config import LoRAConfig, SamplingConfig
@@ -159,11 +159,11 @@ def test_weights_that_have_moved_are_found_again():
 
 def test_a_model_it_cannot_serve_is_refused_or_left_to_generate(monkeypatch, capsys):
     model = AutoModelForCausalLM.from_config(
-        GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64, eos_token_id=2, bos_token_id=1)
+        BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2, eos_token_id=2, bos_token_id=1)
     ).eval()
     policy, options = setup(model)
     prompts = tiny.prompts(3).to(DEVICE)
-    with pytest.raises(Unservable, match=r"The graph engine cannot serve GPT2LMHeadModel: "):
+    with pytest.raises(Unservable, match=r"The graph engine cannot serve BloomForCausalLM: its attention does not go"):
         build_engine("graph", policy).generate(prompts, options, DRAW)
     said = []
     monkeypatch.setattr("lit_ppo.rollout.select.rank_zero_info", said.append)
@@ -173,7 +173,7 @@ def test_a_model_it_cannot_serve_is_refused_or_left_to_generate(monkeypatch, cap
         ours = engine.generate(prompts, options, DRAW)
     assert_same(ours, HFEngine(policy).generate(prompts, options, DRAW))
     assert len(said) == 1
-    assert "cannot serve GPT2LMHeadModel" in said[0]
+    assert "cannot serve BloomForCausalLM" in said[0]
 
 
 def test_a_trunk_that_computes_something_else_is_found_out(monkeypatch):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_ppo.memory.ledger import available, device_use
 from lit_ppo.roles.attention import AttentionSpec, masked_attention
 
 SCORES = 2**26
@@ -63,6 +64,15 @@ class SlotCache:
         """
         self.keys[layer][slots, :, places] = k.to(self.keys.dtype)
         self.values[layer][slots, :, places] = v.to(self.values.dtype)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return how much memory a device can still give; None for the CPU, where slots take what they need.
+
+    Args:
+        device: Of the actor.
+    """
+    return available(device_use(device)) if device.type == "cuda" else None
 
 
 class PrefillAttention:

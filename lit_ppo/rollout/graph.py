@@ -21,11 +21,10 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_ppo.algo.noise import base_key
 from lit_ppo.experience import Prompts, Rollout
-from lit_ppo.memory.ledger import available, device_use
 from lit_ppo.roles.model import RoleView
 from lit_ppo.rollout.base import Draw, RolloutEngine, Sampling
 from lit_ppo.rollout.board import INDEX, LENGTH, SLOT, STEP, TOKEN, Board, Cutter, Look
-from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache
+from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache, free_bytes
 from lit_ppo.rollout.fused import FusedTrunk, unfusable
 from lit_ppo.rollout.sampler import DeviceSampler, sampling_key
 from lit_ppo.rollout.scheduler import Feeder, bucket_of, chunks, entries
@@ -83,6 +82,7 @@ class GraphEngine(RolloutEngine):
         self._pool: Any = None
         self._captures = 0
         self._graph_bytes = 0
+        self._limited = False  # whether the cache has fewer slots than it could use
 
     # ----------------------------------------------------------------------------------------------- the protocol
 
@@ -254,8 +254,17 @@ class GraphEngine(RolloutEngine):
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph, reserved = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved(device)
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._decode(rows, self._cache.width, sampler)
+        try:
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(device)),  # back to it, even if the capture breaks off
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                self._decode(rows, self._cache.width, sampler)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as cause:  # a forward that asks the device something, as routers of experts may
+            self.release()
+            raise self._cannot(f"its decode step cannot be captured ({_line(cause.__context__ or cause)})") from cause
         self._graphs[key] = graph
         self._graph_bytes += max(0, torch.cuda.memory_reserved(device) - reserved)
         self._captures += 1
@@ -284,14 +293,17 @@ class GraphEngine(RolloutEngine):
         self._forget_graphs()
         reason = unservable(base)
         if reason is not None:
-            raise Unservable(f"The graph engine cannot serve {type(base).__name__}: {reason}.")
+            raise self._cannot(reason)
         self._trunk = self._fused_trunk(kernels) or HFTrunk(base)
         sharded = is_sharded(self.policy) and not isinstance(self._trunk, FusedTrunk)
         reason = "its sharded layers cannot be fused" if sharded else self._error(self._trunk)
         if reason is not None:
             self._trunk = None
-            raise Unservable(f"The graph engine cannot serve {type(base).__name__}: {reason}.")
+            raise self._cannot(reason)
         self._addresses = self._where()
+
+    def _cannot(self, reason: str) -> Unservable:
+        return Unservable(f"The graph engine cannot serve {type(self.policy.store.base).__name__}: {reason}.")
 
     def _fused_trunk(self, kernels: Any) -> HFTrunk | None:
         """Return fused layers for a model of the Llama family, if they compute what the model does."""
@@ -312,7 +324,7 @@ class GraphEngine(RolloutEngine):
         except torch.OutOfMemoryError:
             raise
         except Exception as cause:  # whatever an unknown model or an unknown compiler raises: `generate` still works
-            return f"{type(cause).__name__}: {cause}".splitlines()[0]
+            return _line(cause)
         half = self.policy.store.base.get_input_embeddings().weight.dtype.itemsize < 4
         limit = 0.05 if half or torch.is_autocast_enabled(self.policy.device.type) else 1e-3
         if error <= limit:
@@ -336,8 +348,9 @@ class GraphEngine(RolloutEngine):
         width = -(-(feeder.longest + limit) // 64) * 64
         held_cache, held_board = self._cache, self._board
         if held_cache is not None and held_board is not None:
-            fits = held_cache.slots >= min(slots, rows) and held_cache.width >= width
-            fits = fits and held_board.rows.shape[1] >= rows
+            fits = held_cache.width >= width
+            if not self._limited:  # else no more sequences would fit
+                fits = fits and held_cache.slots >= min(slots, rows) and held_board.rows.shape[1] >= rows
             if fits and held_board.nobody >= feeder.total and held_board.ids.shape[1] >= limit:
                 return held_cache, held_board
             slots, width = max(slots, held_cache.slots), max(width, held_cache.width)
@@ -348,16 +361,18 @@ class GraphEngine(RolloutEngine):
         else:
             requests = feeder.total
         shape = cache_shape(base)
-        if device.type == "cuda":
-            slots = min(slots, self._affordable(SlotCache.slot_bytes(width=width, **shape)))
+        affordable = self._affordable(SlotCache.slot_bytes(width=width, **shape), slots)
+        slots, self._limited = affordable, affordable < slots
         self._cache = SlotCache(slots=slots, width=width, device=device, **shape)
         self._board = Board(min(rows, bucket_of(slots)), requests, limit, self._cache.trash, device)
         return self._cache, self._board
 
-    def _affordable(self, slot_bytes: int) -> int:
-        """Return how many slots the free memory holds."""
-        free = available(device_use(self.policy.device))
-        slots = int(self.memory_fraction * free / slot_bytes) - 1
+    def _affordable(self, slot_bytes: int, slots: int) -> int:
+        """Return how many of so many slots the free memory holds."""
+        free = free_bytes(self.policy.device)
+        if free is None:
+            return slots
+        slots = min(slots, int(self.memory_fraction * free / slot_bytes) - 1)  # one more is of rows without a sequence
         if slots < 1:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory: a rollout needs {slot_bytes / 2**20:.0f} MiB of KV memory a sequence and "
@@ -381,6 +396,11 @@ class GraphEngine(RolloutEngine):
             vocab = self.policy.store.base.get_output_embeddings().weight.shape[0]
             self._samplers[key] = DeviceSampler(sampling, vocab, self.policy.device, self._kernels())
         return self._samplers[key]
+
+
+def _line(cause: BaseException) -> str:
+    """Return an error in a line."""
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _seconds(start: Any, end: Any) -> float:

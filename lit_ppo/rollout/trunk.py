@@ -47,6 +47,8 @@ def unservable(base: Any) -> str | None:
     ropes_bad = [r["rope_type"] for r in ropes if r.get("rope_type") in STATEFUL_ROPE]
     if ropes_bad:
         return f"its rotary embedding ({ropes_bad[0]}) depends on the other sequences of a batch"
+    if getattr(config, "kv_lora_rank", None):
+        return "it compresses its keys and values, whose heads differ in size"
     return unreachable(base)
 
 
@@ -63,13 +65,16 @@ def our_attention(base: Any) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _interface)
-    before = base.config.get_text_config()._attn_implementation
+    config = base.config.get_text_config()
+    before, pad = config._attn_implementation, getattr(config, "pad_token_id", None)
     with _attention(base, NAME):  # no mask is made for a name without a mask function
         _replaced.append(before)
+        config.pad_token_id = None  # GPT-2 looks for it in its input, on the host: a graph cannot
         try:
             yield
         finally:
             _replaced.pop()
+            config.pad_token_id = pad
 
 
 def theirs(base: Any) -> AbstractContextManager[None]:
@@ -213,7 +218,7 @@ def cache_shape(base: Any) -> dict[str, Any]:
     kind = base.get_input_embeddings().weight.device.type
     return {
         "layers": config.num_hidden_layers,
-        "heads": config.num_key_value_heads,
+        "heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         "dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "dtype": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype,
     }
