@@ -13,8 +13,9 @@ from torch import nn
 from lit_ppo import checkpoint, checks, preflight, summary
 from lit_ppo.algo.controllers import AdaptiveKL, FixedKL, RunningStd
 from lit_ppo.base import Harness
-from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RoleConfig, SamplingConfig, from_dict
 from lit_ppo.rewards import TrunkReward, build_rewards
+from lit_ppo.rewards.config import RewardConfig
 from lit_ppo.roles.build import Roles, build_roles
 from lit_ppo.rollout.base import RolloutEngine, Sampling
 from lit_ppo.rollout.select import build_engine

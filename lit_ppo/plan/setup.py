@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RewardConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.rewards.config import RewardConfig
 from lit_ppo.rewards.trunk import read_settings
 from lit_ppo.roles.adapters import FrozenAdapter
 from lit_ppo.roles.loading import resolve_dtype

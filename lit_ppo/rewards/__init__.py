@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_ppo.config import RewardConfig, from_dict
+from lit_ppo.config import from_dict
 from lit_ppo.experience import Rollout
 from lit_ppo.rewards.base import Reward, RewardError, Samples
+from lit_ppo.rewards.config import RewardConfig
 from lit_ppo.rewards.function import FunctionReward
 from lit_ppo.rewards.model import ModelReward
 from lit_ppo.rewards.resolve import resolve
@@ -23,6 +24,7 @@ __all__ = [
     "FunctionReward",
     "ModelReward",
     "Reward",
+    "RewardConfig",
     "RewardError",
     "RewardSum",
     "Samples",

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_ppo.config import RewardConfig
 from lit_ppo.experience import Rollout
+from lit_ppo.rewards.config import RewardConfig
 
 
 class RewardError(RuntimeError):

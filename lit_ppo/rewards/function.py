@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_ppo.config import RewardConfig, from_dict
+from lit_ppo.config import from_dict
 from lit_ppo.rewards.base import Reward, RewardError, Samples, refuse_options
+from lit_ppo.rewards.config import RewardConfig
 
 _OFFERED = ("prompts", "responses", "messages", "response_ids", "stopped")
 _LOCATE_SECONDS = 5.0  # how long the sample that makes a function fail is looked for

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_ppo.config import RewardConfig, from_dict
+from lit_ppo.config import from_dict
 from lit_ppo.rewards.base import Reward, Samples, refuse_options
+from lit_ppo.rewards.config import RewardConfig
 from lit_ppo.rewards.pretrained import Pretrained, find_pretrained, load_pretrained
 from lit_ppo.roles.model import reward_bias
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from lit_ppo.config import RewardConfig
 from lit_ppo.hf_folder import HEAD_FILE, no_bars
 from lit_ppo.rewards.base import RewardError
+from lit_ppo.rewards.config import RewardConfig
 from lit_ppo.roles.quantized import check_quantize, loading_options, make_movable
 
 _HEADS = {"score", "classifier"}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_rewards import build_model, bytes_tokenizer
 
-from lit_ppo.config import RewardConfig
 from lit_ppo.rewards import FunctionReward, ModelReward, RewardError, build_rewards
+from lit_ppo.rewards.config import RewardConfig
 
 SOURCE = """
 import functools
