@@ -81,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 PROMPTS = {"scarce": 3}
 DTYPES = {"two dtypes": "bfloat16"}
-"""Of the actor's weights; the default is float32 on the CPU."""
+"""Of the actor's weights."""
 CALLBACKS: dict[str, Any] = {
     "shared": lambda: [GradientCheckpointing()],
     "callbacks": lambda: [
@@ -99,10 +99,10 @@ def folders() -> dict[str, str]:
     return {"actor": tiny.folder(TIED), "reward": tiny.folder("qwen2", labels=1), "adapter": tiny.adapter(TIED)}
 
 
-def module(case: str, actor: str, reward: str, adapter: str, **changes: Any) -> PPOLightningModule:
-    """The module of a case."""
+def module(case: str, actor: str, reward: str, adapter: str, dtype: str = "auto", **changes: Any) -> PPOLightningModule:
+    """The module of a case; with a dtype for the actor's weights, where the case has none."""
     options = {
-        "actor": RoleConfig(source=actor, dtype=DTYPES.get(case, "auto")),
+        "actor": RoleConfig(source=actor, dtype=DTYPES.get(case, dtype)),
         "reward": wordy,
         "sampling": SamplingConfig(max_new_tokens=6, temperature=1.0),
         "ppo": PPOConfig(epochs=2, minibatches=2),
@@ -141,19 +141,18 @@ class CPUFullyShardedStrategy(FSDPStrategy):
         )
 
 
-def strategy(name: str, world: int) -> Any:
+def strategy(name: str, world: int, gpu: bool = False) -> Any:
     """A strategy on so many ranks; `-full` and `-sharded` say how it saves."""
     name, _, saves = name.partition("-")
     options: dict[str, Any] = {}
     if saves:
         options = {"save_distributed_checkpoint": saves == "sharded"} if name == "fsdp2" else {"state_dict_type": saves}
+    backend: dict[str, Any] = {} if gpu else {"process_group_backend": "gloo"}
     if name == "fsdp2":
-        return ModelParallelStrategy(
-            data_parallel_size=world, tensor_parallel_size=1, process_group_backend="gloo", **options
-        )
+        return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1, **backend, **options)
     if name == "fsdp1":
-        return CPUFullyShardedStrategy(**options)
-    return DDPStrategy(process_group_backend="gloo") if name == "ddp" else "auto"
+        return (FSDPStrategy if gpu else CPUFullyShardedStrategy)(**options)
+    return DDPStrategy(**backend) if name == "ddp" else "auto"
 
 
 def forget_offload() -> None:
@@ -193,7 +192,7 @@ class Watch(Callback):
             if self.replay is None:
                 self.rollouts.append(rollout)
                 return rollout
-            theirs = self.replay[number].select(prompts.index)
+            theirs = self.replay[number].select(prompts.index).to(rollout.ids.device)
             for mine, its in zip(rows(rollout), rows(theirs), strict=True):
                 self.sampled_alike.append(mine == its)
             return theirs
@@ -218,7 +217,7 @@ def weights(run: PPOLightningModule) -> dict[str, Tensor]:
         with run.sharding.gathered(view.store):
             for name, p in view.store.named_parameters():
                 if clean_name(name) in saved_names(view.store):
-                    found[f"{role}.{clean_name(name)}"] = p.detach().clone()
+                    found[f"{role}.{clean_name(name)}"] = p.detach().to("cpu", copy=True)
     return found
 
 
@@ -237,7 +236,8 @@ def fit(
     watch = Watch(replay)
     run = module(case, **models)
     callbacks = [watch, *CALLBACKS.get(case, list)(), *options.pop("callbacks", [])]
-    settings = dict(strategy=strategy(kind, world), devices=world, callbacks=callbacks, val_check_interval=2)
+    gpu = options.get("accelerator") == "gpu"
+    settings = dict(strategy=strategy(kind, world, gpu), devices=world, callbacks=callbacks, val_check_interval=2)
     trainer = tiny.trainer(folder, **(settings | options))
     trainer.fit(run, data(case), ckpt_path=ckpt)
     return {
@@ -270,6 +270,8 @@ class Shortage(Callback):
             due = pl_module.phase == phase and pl_module.iteration == 1 and not self.times
             if due and trainer.global_rank in self.ranks:
                 self.times += 1
+                if trainer.strategy.root_device.type == "cuda":
+                    torch.empty(2**46, dtype=torch.uint8, device=trainer.strategy.root_device)
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         if self.moment.endswith("backward"):

@@ -63,7 +63,8 @@ def main(folder: str, argument: str) -> None:
         callbacks.append(Killer(job["moment"]))
         if job["moment"] == "save":
             kill_in_save()
-    cases.fit("full", job["models"], job["kind"], 2, where, callbacks=callbacks, enable_checkpointing=True)
+    options = {"callbacks": callbacks, "enable_checkpointing": True, "accelerator": job.get("accelerator", "cpu")}
+    cases.fit("full", job["models"], job["kind"], 2, where, **options)
 
 
 if __name__ == "__main__":

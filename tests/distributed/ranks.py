@@ -23,10 +23,9 @@ def main(folder: str, argument: str) -> None:
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     for job in cases.parse(argument):
         name, case, kind = job["name"], job["case"], job["kind"]
-        replay = torch.load(job["replay"], weights_only=False) if "replay" in job else None
+        replay = torch.load(job["replay"], weights_only=False, map_location="cpu") if "replay" in job else None
         options = {"devices": per_node, "num_nodes": world // per_node, "ckpt": job.get("ckpt")}
-        if "precision" in job:
-            options["precision"] = job["precision"]
+        options |= {k: job[k] for k in ("precision", "accelerator") if k in job}
         if "save" in job:
             options |= {"enable_checkpointing": True, "callbacks": [cases.saver(job["save"])]}
         if "short" in job:

@@ -62,13 +62,13 @@ def run(world: int, *arguments: str, limit: float = 240, script: str = "ranks.py
     return launch([(command, environment(rank, world, port)) for rank in range(world)], arguments[0], limit)
 
 
-def torchrun(nodes: int, *arguments: str, limit: float = 240) -> list[Ended]:
-    """Run `ranks.py` under one torchrun a node, of one rank each. Arguments as in `run`."""
+def torchrun(nodes: int, *arguments: str, ranks: int = 1, limit: float = 240, script: str = "ranks.py") -> list[Ended]:
+    """Run a script under one torchrun a node, of so many ranks each. Other arguments as in `run`."""
     port = free_port()
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"]
     start += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    script = [str(HERE / "ranks.py"), *arguments]
-    commands = [[*start, f"--node-rank={node}", *script] for node in range(nodes)]
+    command = [str(HERE / script), *arguments]
+    commands = [[*start, f"--node-rank={node}", *command] for node in range(nodes)]
     return launch([(command, {"OMP_NUM_THREADS": "1"}) for command in commands], arguments[0], limit)
 
 

@@ -18,7 +18,10 @@ SAID = {  # by mistake, what the ranks read; one text for both unless one of the
     "another seed": "`seed` differs between ranks: 0 on rank 0, 1 on rank 1",
     "another batch size": "`PromptDataModule.batch_size` differs between ranks: 8 on rank 0, 4 on rank 1",
     "other prompts": "`PromptDataModule.train` differs between ranks",
-    "no such folder on one rank": ("Rank 1 failed in reading the prompts, so all ranks stop. ValueError", "'/nowhere'"),
+    "no such folder on one rank": (
+        "Rank 1 failed in the checks before the run, so all ranks stop. ValueError",
+        "'/nowhere'",
+    ),
     "tensor parallel": "`ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)`",
     "flat parameters": "`FSDPStrategy(use_orig_params=False)` leaves no parameters to tell roles",
     "four devices, two processes": "does not match the world size (2)",
