@@ -10,7 +10,8 @@ the vocabulary's share of stop tokens chosen so that their mean is about a third
 
 The floor of a decode step: its matrix products, the larger of their bytes over the copy bandwidth and their operations
 over the matrix rate, and then every stored key and value over the bandwidth. Both rates are measured here first.
-Rows are appended to `rollout.jsonl`; `--report` writes the table and the plot from all of them.
+Rows are appended to `rollout.jsonl`; `--report` writes the page and the plot from the latest row of each kind, with
+the kernels of rows that were measured with `--profile`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import datetime
 import gc
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,6 +37,10 @@ from lit_ppo.speed import Peak, Work, decode_floor
 
 ENGINES = ("graph", "hf", "dynamic", "static", "continuous")
 LENGTHS = ("equal", "third", "varying")
+GOALS = {("1.5B", 64): 35_000, ("1.5B", 256): 100_000, ("8B", 256): 25_000, ("135M", 256): 120_000}
+"""Tokens a second that were aimed at, with equal lengths on one H200."""
+VARYING_GOAL = 0.85
+"""And what varying lengths should keep of them."""
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": (
         "LlamaConfig",
@@ -194,8 +200,6 @@ def measure(args: argparse.Namespace, shape: str, batch: int, name: str, lengths
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     best = min(seconds[1:])
-    if args.profile and name == "graph":
-        profile(lambda: run(prompts, sampling, args.repeats + 1))
     row: dict[str, Any] = {
         "shape": shape + " NF4" * args.nf4, "batch": batch, "engine": name, "lengths": lengths, "requests": requests,
         "prompt": args.prompt, "new": args.new, "tokens": tokens, "seconds": round(best, 4),
@@ -209,52 +213,110 @@ def measure(args: argparse.Namespace, shape: str, batch: int, name: str, lengths
         row["floor_ms"] = round(floor * 1e3, 3)
         if lengths == "equal":
             row["share_of_floor"] = round(floor / decode * stats["steps"], 3)
+    if args.profile and stats:
+        row["profile"] = profile(lambda: run(prompts, sampling, args.repeats + 1)[1])
     if args.device == "cuda":
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
     return row
 
 
-def profile(work: Any) -> None:
-    """Print the time of each kernel of one rollout, and how long the device did nothing in between."""
+def profile(work: Any) -> dict[str, Any]:
+    """Measure the kernels of a rollout from its first decode step on, and how long the device did nothing between them.
+
+    Args:
+        work: Samples, and returns the engine's stats.
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        work()
+        stats = work()
         torch.cuda.synchronize()
-    kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in events]
+    return in_steps(spans, stats["prefill_seconds"] * 1e6, int(stats["steps"]))
+
+
+def in_steps(spans: list[tuple[str, float, float]], skip: float, steps: int, most: int = 16) -> dict[str, Any]:
+    """Add up kernels by name.
+
+    Args:
+        spans: Name, start and end in microseconds of each kernel.
+        skip: Leave out what starts within so many microseconds of the first.
+        steps: Decode steps.
+        most: So many kernels are named.
+
+    Returns:
+        Microseconds of a step, idle ones among them, and the calls a step and microseconds a call of each kernel.
+    """
+    first = min(start for _, start, _ in spans) + skip
+    spans = sorted((span for span in spans if span[1] >= first), key=lambda span: span[1])
     total: dict[str, list[float]] = {}
-    for event in kernels:
-        total.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
-    idle, until = 0.0, spans[0][0]
-    for begin, end in spans:
-        idle, until = idle + max(0.0, begin - until), max(until, end)
-    for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:24]:
-        print(f"{sum(times) / 1e3:9.2f} ms {len(times):7d} x {sum(times) / len(times):7.2f} us  {name[:90]}")
-    print(f"{idle / 1e3:9.2f} ms idle, of {(until - spans[0][0]) / 1e3:.2f} ms", flush=True)
+    idle, until = 0.0, spans[0][1]
+    for name, start, end in spans:
+        total.setdefault(name, []).append(end - start)
+        idle, until = idle + max(0.0, start - until), max(until, end)
+    ranked = sorted(total.items(), key=lambda item: -sum(item[1]))[:most]
+    return {
+        "step_us": round((until - spans[0][1]) / steps, 1),
+        "idle_us": round(idle / steps, 1),
+        "kernels": [[name, round(len(us) / steps, 2), round(sum(us) / len(us), 2)] for name, us in ranked],
+    }
 
 
-def report(folder: Path) -> None:
-    """Write the table and the plot of everything measured."""
-    rows = [json.loads(line) for line in (folder / "rollout.jsonl").read_text().splitlines()]
+def short(name: str) -> str:
+    """Cut the arguments and templates off a kernel's name."""
+    return name.removeprefix("void ").split("(")[0].split("<")[0][:72]
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """Return the page of everything measured: the latest row of each kind."""
     latest = {(r["shape"], r["batch"], r["lengths"], r["engine"]): r for r in rows}
     lines = [
         "# Rollout engines",
         "",
         "Tokens a second, prefill included; for `graph` also of the decode steps alone (refills, which varying lengths",
-        "need, are among them), and the floor of a step over its time.",
+        "need, are among them), and the floor of a step over its time. `varying` is compared with `third`, as much",
+        f"work without variation: its goal is {VARYING_GOAL:.0%} of that. Rows of one commit (`code`) may be compared.",
         "",
-        "| model | batch | lengths | engine | tok/s | decode only | step, ms | floor, ms | of floor | peak, GiB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | batch | lengths | engine | tok/s | goal | of `third` | decode only | step, ms | floor, ms "
+        "| of floor | peak, GiB | code |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (shape, batch, lengths, engine), r in sorted(latest.items(), key=lambda x: (x[0][0], x[0][1], x[0][2:])):
-        share = f"{r['share_of_floor']:.0%}" if "share_of_floor" in r else ""
-        cells = [r.get(k, "") for k in ("decode_tokens_per_s", "step_ms", "floor_ms")]
-        cells = [f"{c:,}" if isinstance(c, int) else c for c in cells]
-        columns = [shape, batch, lengths, engine, f"{r['tokens_per_s']:,}", *cells, share, r.get("peak_gib", "")]
+        goal = GOALS.get((shape, batch)) if (engine, lengths) == ("graph", "equal") else None
+        third = latest.get((shape, batch, "third", engine)) if lengths == "varying" else None
+        columns = [
+            shape, batch, lengths, engine, f"{r['tokens_per_s']:,}", "" if goal is None else f"{goal:,}",
+            "" if third is None else f"{r['tokens_per_s'] / third['tokens_per_s']:.0%}",
+            f"{r['decode_tokens_per_s']:,}" if "decode_tokens_per_s" in r else "",
+            r.get("step_ms", ""), r.get("floor_ms", ""),
+            f"{r['share_of_floor']:.0%}" if "share_of_floor" in r else "", r.get("peak_gib", ""), r.get("code", ""),
+        ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, columns)) + " |")
     made = sorted({(r["hardware"], r["torch"], r["transformers"], r["date"], r["command"]) for r in latest.values()})
-    lines += ["", *(f"- {h}, torch {t}, transformers {v}, {d}: `{c}`" for h, t, v, d, c in made), ""]
-    (folder / "rollout.md").write_text("\n".join(lines))
+    lines += ["", "![Tokens a second](rollout.png)"]
+    lines += ["", *(f"- {h}, torch {t}, transformers {v}, {d}: `{c}`" for h, t, v, d, c in made)]
+    profiled = [(key, r) for key, r in sorted(latest.items(), key=lambda x: x[0][:2]) if "profile" in r]
+    if profiled:
+        lines += ["", "## Where the time of a decode step goes", "", "Prefill of the first prompts is left out."]
+    for (shape, batch, lengths, _), r in profiled:
+        found = r["profile"]
+        lines += [
+            "",
+            f"**{shape}, batch {batch}, {lengths} lengths**: {found['step_us']:,} us a step, in {found['idle_us']} of "
+            "which no kernel runs.",
+            "",
+            "| kernel | calls a step | us a call | us a step |",
+            "|---|---|---|---|",
+            *(f"| `{short(n)}` | {calls:g} | {us:g} | {calls * us:.1f} |" for n, calls, us in found["kernels"]),
+        ]
+    return "\n".join([*lines, ""])
+
+
+def report(folder: Path) -> None:
+    """Write the page and the plot of everything measured."""
+    rows = [json.loads(line) for line in (folder / "rollout.jsonl").read_text().splitlines()]
+    latest = {(r["shape"], r["batch"], r["lengths"], r["engine"]): r for r in rows}
+    (folder / "rollout.md").write_text(page(rows))
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -274,7 +336,15 @@ def report(folder: Path) -> None:
     figure.savefig(folder / "rollout.png", dpi=120)
 
 
-def main() -> None:
+def code() -> str:
+    """Return the commit that runs, with a + where files differ from it; empty outside of a repository."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    return commit.stdout.strip() + "+" * bool(changed.stdout.strip())
+
+
+def main(argv: list[str] | None = None) -> None:
     """Measure what is asked for, a row at a time; a row that fails is reported and the rest goes on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["1.5B"], choices=list(SHAPES))
@@ -286,12 +356,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16, help="for each row, where lengths vary")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--nf4", action="store_true", help="4-bit weights (bitsandbytes)")
-    parser.add_argument("--profile", action="store_true", help="print which kernel of `graph` takes what")
+    parser.add_argument("--profile", action="store_true", help="measure which kernel of `graph` takes what")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--report", action="store_true", help="only write the table and the plot")
     parser.add_argument("--date", default=str(datetime.date.today()))
-    args = parser.parse_args()
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    if args.profile and args.device != "cuda":
+        parser.error(f"--profile reads CUDA kernels, and --device is {args.device}: leave it out.")
     args.output.mkdir(parents=True, exist_ok=True)
     if not args.report:
         import transformers
@@ -302,7 +375,8 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "date": args.date,
-            "command": " ".join(["python", "benchmarks/rollout.py", *_without(sys.argv[1:], "--output", "--date")]),
+            "code": code(),
+            "command": " ".join(["python", "benchmarks/rollout.py", *_without(argv, "--output", "--date")]),
             "copy_tb_s": round(rates[0] / 1e12, 2),
             "matrix_tflop_s": round(rates[1] / 1e12),
         }
@@ -321,7 +395,8 @@ def main() -> None:
                         gc.collect()
                         if args.device == "cuda":
                             torch.cuda.empty_cache()
-    report(args.output)
+    if (args.output / "rollout.jsonl").exists():
+        report(args.output)
 
 
 def _without(words: list[str], *options: str) -> list[str]:
