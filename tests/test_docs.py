@@ -16,7 +16,8 @@ import stages
 import tiny
 import yaml
 
-from lit_ppo.cli import COMMANDS, main
+from lit_ppo.cli import COMMANDS, STAGES, main
+from lit_ppo.cli.errors import config_files, stages_of
 from lit_ppo.plan.cards import parse_gpus
 
 pytestmark = [
@@ -80,13 +81,16 @@ def stage_of(given: dict) -> list[str]:
 
 def accepts(argv: list[str]) -> None:
     """Parse a command line without running it."""
+    stage = [argv.pop(0)] if argv[0] in STAGES else []
     if argv[0] in ("generate", "export", "doctor"):
         import_module(COMMANDS[argv[0]][0]).parse(argv)
         return
     if argv[0] == "plan":
         args, rest = import_module(COMMANDS["plan"][0]).parse(argv)
         parse_gpus(args.gpus)
+        stage = stage or stages_of(config_files(rest))[:1]
         argv = ["fit", *rest]
+    argv = [*stage, *argv]
     with pytest.raises(SystemExit) as stop:
         main(argv if "--help" in argv else [*argv, "--print_config"])
     assert stop.value.code == 0

@@ -54,14 +54,19 @@ def config(changes: dict[str, object], actor: str | None = None) -> str:
     """Write a configuration with some options changed, `model.ppo.epochs: 2`, and return its name."""
     given = json.loads(json.dumps(RUN))
     given["model"]["actor"] = actor or tiny.folder()
+    Path("run.yaml").write_text(yaml.safe_dump(changed(given, changes)))
+    return "run.yaml"
+
+
+def changed(given: dict[str, object], changes: dict[str, object]) -> dict[str, object]:
+    """A configuration with some options changed, in place."""
     for key, value in changes.items():
         *path, last = key.split(".")
         place = given
         for part in path:
             place = place.setdefault(part, {})
         place[last] = value
-    Path("run.yaml").write_text(yaml.safe_dump(given))
-    return "run.yaml"
+    return given
 
 
 def lines(changes: dict[str, object], actor: str | None = None) -> list[Line]:
@@ -196,7 +201,7 @@ MISTAKES = {
     "ranks with more prompts": (
         {"trainer.devices": 3, "trainer.strategy": "ddp", "model.ppo.minibatches": 1},
         "info",
-        "some have a prompt more",
+        "some have more prompts than others",
     ),
     "nodes that nobody starts": (
         {"trainer.num_nodes": 2, "trainer.strategy": "ddp"},
@@ -339,6 +344,81 @@ def test_the_examples_are_clean(path, tmp_path, monkeypatch, capsys):
     assert main(["doctor", "--config", str(tmp_path / "run.yaml"), *small]) == 0
     said = capsys.readouterr().out
     assert "warn" not in said
+
+
+STAGES = {
+    "sft": (
+        {"actor": "ACTOR", "sft": {"micro_batch_size": 2}, "optim": {"lr": 1e-5}},
+        [{"prompt": "w1 w2", "answer": " w3"}] * 6,
+    ),
+    "reward": (
+        {"reward": "ACTOR", "ranking": {"micro_batch_size": 2}, "optim": {"lr": 1e-5}},
+        [{"prompt": "w1 w2", "chosen": " w3", "rejected": " w4"}] * 6,
+    ),
+}
+OF_STAGES = {
+    "right": ("sft", {}, None, ""),
+    "right pairs": ("reward", {}, None, ""),
+    "clipping": ("sft", {"trainer.gradient_clip_val": 0.5}, "error", "`trainer.gradient_clip_val` is for"),
+    "too long": ("sft", {"data.max_length": 2}, "error", "longer than"),
+    "rate": ("sft", {"model.optim.lr": 0.1}, "warn", "`optim.lr` is 0.1, far from what is usual for all weights"),
+    "adapter's rate": ("reward", {"model.optim.lr": 0.0}, "warn", "nothing is learned"),
+    "monitor": (
+        "reward",
+        {"trainer.callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val/reward"}}]},
+        "error",
+        "'val/reward', which is not logged",
+    ),
+    "worst": (
+        "reward",
+        {"trainer.callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val/accuracy"}}]},
+        "warn",
+        "takes the lowest 'val/accuracy'",
+    ),
+    "highest loss": (
+        "sft",
+        {"trainer.callbacks": [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "mode": "max"}}]},
+        "warn",
+        "takes the highest 'val/loss' for the best",
+    ),
+    "quantized": (
+        "reward",
+        {"trainer.callbacks": [{"class_path": "QuantizeModules", "init_args": {"modules": ["reward"]}}]},
+        "error",
+        "quantizes `reward`, which is trained",
+    ),
+    "no effect": (
+        "sft",
+        {"model.sft.micro_batch_size": 9},
+        "info",
+        "`sft.micro_batch_size` is 9, and a batch of a rank",
+    ),
+    "targets": (
+        "reward",
+        {"model.lora": {"r": 2, "target_modules": ["query_proj"]}, "model.optim.lr": 1e-4},
+        "error",
+        "`lora.target_modules=['query_proj']` does not fit",
+    ),
+    "unknown": ("reward", {"model.ranking.normalise": "mean"}, "error", "normalise"),
+}
+
+
+@pytest.mark.parametrize("name", OF_STAGES)
+def test_the_stages_before_ppo_are_looked_at_too(name):
+    stage, changes, status, text = OF_STAGES[name]
+    model, rows = STAGES[stage]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {
+        "model": json.loads(json.dumps(model).replace("ACTOR", tiny.folder())),
+        "data": {"train": "rows.jsonl", "val_fraction": 2, "batch_size": 4},
+        "trainer": {"max_epochs": 1, "accelerator": "cpu", "devices": 1},
+    }
+    Path("run.yaml").write_text(yaml.safe_dump(changed(given, changes)))
+    found = diagnose(["fit", "--config", "run.yaml"])
+    assert [line.status for line in found if text in line.what] == ([] if status is None else [status]), found
+    if status is None:
+        assert found == []
+        assert main([stage, "doctor", "--config", "run.yaml"]) == 0
 
 
 def test_messages_name_the_option_at_fault():

@@ -13,6 +13,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from lit_ppo import RewardModule, SFTModule
 from lit_ppo.cli import main
 from lit_ppo.plan.cards import CARDS, CONTEXT, GIB, parse_gpus
 from lit_ppo.plan.forecast import Forecast, kv_bytes
@@ -20,6 +21,7 @@ from lit_ppo.plan.levers import levers
 from lit_ppo.plan.report import report
 from lit_ppo.plan.roles import shallow
 from lit_ppo.plan.setup import read_setup
+from lit_ppo.plan.stages import read_stage
 from lit_ppo.plan.stand_ins import kernels
 from lit_ppo.plan.trace import _recompute, rows_of
 from lit_ppo.plan.track import ROUND, Tracker, tracing
@@ -207,6 +209,71 @@ def test_a_card_that_is_not_known_says_which_are():
         parse_gpus("4xA1000-80G")
     with pytest.raises(ValueError, match="a size works too"):
         parse_gpus("potato")
+
+
+STAGES = {
+    "sft": ("sft", {}),
+    "sft, lora, checkpointing": ("sft", {"lora": {"r": 4}, "callbacks": ["GradientCheckpointing"]}),
+    "reward": ("reward", {}),
+    "reward, lora": ("reward", {"lora": {"r": 4}}),
+}
+
+
+@pytest.mark.parametrize(("stage", "options"), STAGES.values(), ids=STAGES)
+def test_a_trace_gives_the_bytes_of_a_real_step_of_the_other_stages(stage, options):
+    lora, callbacks = options.get("lora"), options.get("callbacks", [])
+    role, section, cls = {"sft": ("actor", "sft", SFTModule), "reward": ("reward", "ranking", RewardModule)}[stage]
+    config = {
+        "model": {role: "here", section: {"micro_batch_size": 2}, "lora": lora},
+        "data": {"batch_size": 8, "max_length": 64},
+        "trainer": {"precision": "32-true", "callbacks": callbacks},
+    }
+    setup = read_stage(config, stage, lambda role, source: big())
+    # a frozen trunk is bfloat16 on a GPU, and here
+    model = AutoModelForCausalLM.from_config(big(), dtype=setup.actor.dtype, attn_implementation="sdpa")
+    module = cls(model, tokenizer=tiny.tokenizer(), lora=lora)
+    module.configure_model()
+    store = module.view.store.train()
+    assert store.pack() is None
+    for _, _, layer in layers(store) if callbacks else ():
+        _recompute(layer, store, True)
+    for parameter in store.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with Tracker() as tracker, kernels():
+        tracker.ignore(store)
+        loss = module.loss(module.worst(2, 64))[0]
+        kept = tracker.live
+        loss.backward()
+    forecast = Forecast(setup)
+    step, held = forecast.step("actor"), forecast.stores["actor"]
+    assert step.kept.at(6) == pytest.approx(kept, rel=0.02)
+    assert max(peak.at(6) for peak in step.peaks.values()) == pytest.approx(tracker.peak, rel=0.05)
+    assert held.weights == pytest.approx(sum(p.nbytes for p in store.parameters()), rel=0.02)
+    assert held.trained == sum(p.nbytes for _, p in module.trained[role])
+    assert list(forecast.phases) == ["load", "update", "validate", "save"]
+    assert f"weights {role}" in forecast.phases["save"].parts
+
+
+@pytest.mark.parametrize(("name", "title"), [("sft", "texts of 512"), ("reward_model", "pairs of texts of 512")])
+def test_the_command_knows_the_stage_by_the_file_or_by_name(name, title, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lit_ppo.plan.levers.WORTH", 1)
+    fields = big().to_dict() | {"max_position_embeddings": 1024}
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps({k: v for k, v in fields.items() if not dataclasses.is_dataclass(v)}))
+    file = str(Path(__file__).parent.parent / "examples" / f"{name}.yaml")
+    options = ["--config", file, "--gpus=0.3GB", f"--model-config={shape}"]
+    stage = "sft" if name == "sft" else "reward"
+    assert main(["plan", *options]) == 0
+    said = capsys.readouterr().out
+    assert f"{title} tokens, 4 a rank and step, micro-batches of 4" in said
+    assert "trainer.callbacks: [GradientCheckpointing]" in said
+    assert "ppo" not in said
+    assert main([stage, "plan", *options]) == 0
+    assert capsys.readouterr().out == said
+    with pytest.raises(SystemExit):
+        main(["ppo", "plan", *options])
+    assert f"This is a configuration for `lit-ppo {stage} fit`" in capsys.readouterr().err
 
 
 def test_cards_without_bfloat16_are_not_said_to_fit():

@@ -28,8 +28,11 @@ STAGES = {
 }
 """What may stand before a command: its module, its data module, and its one line of help."""
 
-OF_EVERY_STAGE = ("fit", "validate", "test")
+OF_EVERY_STAGE = ("fit", "validate", "test", "plan", "doctor")
 """The commands of SFT and of the reward model; `generate` and `export` know what a checkpoint is of."""
+
+TOLD_BY_THE_FILE = ("plan", "doctor")
+"""Without a stage, these take the one that a configuration is of."""
 
 USAGE = f"""usage: lit-ppo [STAGE] COMMAND [options]
 
@@ -41,7 +44,8 @@ commands:
 stages (`lit-ppo sft fit --config sft.yaml`):
 {chr(10).join(f"  {name:<10} {text}" for name, (_, _, text) in STAGES.items())}
 
-`lit-ppo COMMAND --help` lists a command's options. LIT_PPO_DEBUG=1 shows tracebacks of configuration errors."""
+`plan` and `doctor` see by the configuration which stage it is of. `lit-ppo COMMAND --help` lists a command's options.
+LIT_PPO_DEBUG=1 shows tracebacks of configuration errors."""
 
 
 def main(
@@ -67,7 +71,8 @@ def main(
 
         print(f"lit-ppo {__version__}")
         return 0
-    stage = argv.pop(0) if argv[0] in STAGES else "ppo"
+    named = argv[0] in STAGES
+    stage = argv.pop(0) if named else "ppo"
     known = list(COMMANDS) if stage == "ppo" else list(OF_EVERY_STAGE)
     if not argv or argv[0] not in known:
         command, where = argv[0] if argv else "", "lit-ppo" if stage == "ppo" else f"lit-ppo {stage}"
@@ -87,16 +92,23 @@ def main(
 
     hush()
     try:
-        if stage != "ppo":
-            package = import_module("lit_ppo")
-            module_class = module_class or getattr(package, STAGES[stage][0])
-            data_class = data_class or getattr(package, STAGES[stage][1])
-        code = import_module(COMMANDS[command][0]).run(
-            argv, module_class=module_class, data_class=data_class, stage=stage
-        )
+        run, options = import_module(COMMANDS[command][0]).run, dict[str, Any]()
+        if command in TOLD_BY_THE_FILE and not named and module_class is None and data_class is None:
+            options["stage"] = None
+        else:
+            module, data = classes_of(stage)
+            options = {"module_class": module_class or module, "data_class": data_class or data, "stage": stage}
+        code = run(argv, **options)
     except Exception as error:
         if os.environ.get("LIT_PPO_DEBUG") or not is_configuration_error(error):
             raise
         print("\n".join([f"error: {message_of(error)}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 1
     return int(code or 0)
+
+
+def classes_of(stage: str) -> tuple[type[Any], type[Any]]:
+    """Return the module and the data module of a stage."""
+    package = import_module("lit_ppo")
+    module, data, _ = STAGES[stage]
+    return getattr(package, module), getattr(package, data)

@@ -10,8 +10,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lit_ppo.cli.errors import message_of, place
-from lit_ppo.cli.hub import unreachable
+from lit_ppo.cli import classes_of
+from lit_ppo.cli.errors import config_files, message_of, place, stages_of
+from lit_ppo.cli.hub import BY_CHOICE, unreachable
 from lit_ppo.cli.trainer import Parsing, prepare
 from lit_ppo.doctor import STATUSES, Line
 from lit_ppo.doctor.config import Here, Run, examine, option_in, quiet
@@ -29,7 +30,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="lit-ppo doctor",
         description="Without --config: what is installed and works on this machine. With it: known mistakes of a "
-        "configuration for `lit-ppo fit`, each with the line to change; no weights are loaded. Further options "
+        "configuration of any stage, each with the line to change; no weights are loaded. Further options "
         "(--model.actor NAME, --trainer.devices 2, ...) are set in each configuration. Exits with 1 if something "
         "cannot work.",
         allow_abbrev=False,
@@ -44,13 +45,19 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, rest
 
 
-def run(argv: list[str], module_class: type[Any] | None = None, data_class: type[Any] | None = None, **_: Any) -> int:
+def run(
+    argv: list[str],
+    module_class: type[Any] | None = None,
+    data_class: type[Any] | None = None,
+    stage: str | None = None,
+) -> int:
     """Examine and print.
 
     Args:
         argv: The command and its options.
-        module_class: None: PPOLightningModule.
-        data_class: None: PromptDataModule.
+        module_class: None: that of the stage.
+        data_class: None: that of the stage.
+        stage: sft, reward or ppo; None: the one that each configuration is of.
 
     Returns:
         0, or 1 if there is an error among the lines.
@@ -59,26 +66,31 @@ def run(argv: list[str], module_class: type[Any] | None = None, data_class: type
     if not args.config:
         return _print(examine_machine(args.output), [])
     worst = 0
-    if why := unreachable():
+    if (why := unreachable()) and why != BY_CHOICE:
         print(f"info   the model hub is not asked ({why}): only what its cache or a folder holds is found")
     for path in args.config:
         command = ["fit", "--config", path, *rest]
-        lines = diagnose(command, module_class, data_class)
+        lines = diagnose(command, module_class, data_class, stage)
         print(f"{path}:")
         worst |= _print(lines or [Line("ok", "no known mistakes")], command)
     return worst
 
 
-def diagnose(argv: list[str], module_class: type[Any] | None = None, data_class: type[Any] | None = None) -> list[Line]:
+def diagnose(
+    argv: list[str],
+    module_class: type[Any] | None = None,
+    data_class: type[Any] | None = None,
+    stage: str | None = None,
+) -> list[Line]:
     """Read a configuration as `fit` does and look for mistakes.
 
     Args:
         argv: `fit` and its options.
-        module_class: None: PPOLightningModule.
-        data_class: None: PromptDataModule.
+        module_class: None: that of the stage.
+        data_class: None: that of the stage.
+        stage: sft, reward or ppo; None: the one that the configuration is of.
     """
-    from lit_ppo import PPOLightningModule, PromptDataModule
-
+    module, data = classes_of(stage or next(iter(stages_of(config_files(argv))), "ppo"))
     prepare(argv)
     said: list[str] = []
     for i, arg in enumerate(argv):
@@ -87,7 +99,7 @@ def diagnose(argv: list[str], module_class: type[Any] | None = None, data_class:
     shown = io.StringIO()
     try:
         with quiet(said), contextlib.redirect_stderr(shown):
-            cli = _Reader(argv, module_class or PPOLightningModule, data_class or PromptDataModule)
+            cli = _Reader(argv, module_class or module, data_class or data)
     except SystemExit:  # the parser's message is made for people already
         text = shown.getvalue().split("\n`lit-ppo ")[0].strip().removeprefix("error: ")
         return [Line("error", text or "the configuration cannot be read", option=option_in(text))]

@@ -8,6 +8,9 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+SECTIONS = {"sft": "sft", "reward": "ranking", "ppo": "ppo"}
+"""The section of a configuration that only one stage has."""
+
 STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
 
@@ -94,13 +97,19 @@ def did_you_mean(near: str | None) -> str:
 
 def other_stage(options: list[str], args: list[str]) -> str:
     """Return a sentence if a YAML of the command line is of another stage than the command, or nothing."""
-    for name in config_files(args):
-        text = Path(name).read_text(encoding="utf-8", errors="replace") if Path(name).is_file() else ""
-        for stage, section in {"sft": "sft", "reward": "ranking", "ppo": "ppo"}.items():
-            known = any(option.startswith(f"model.{section}.") for option in options)
-            if not known and re.search(rf"^ +{section}:", text, re.MULTILINE):
-                return f" This is a configuration for `lit-ppo {stage} fit`."
+    for stage in stages_of(config_files(args)):
+        if not any(option.startswith(f"model.{SECTIONS[stage]}.") for option in options):
+            return f" This is a configuration for `lit-ppo {stage} fit`."
     return ""
+
+
+def stages_of(files: list[str]) -> list[str]:
+    """Return the stages that YAML files are of, as far as they have a section that only one stage has."""
+    found = []
+    for name in files:
+        text = Path(name).read_text(encoding="utf-8", errors="replace") if Path(name).is_file() else ""
+        found += [stage for stage, section in SECTIONS.items() if re.search(rf"^ +{section}:", text, re.MULTILINE)]
+    return found
 
 
 def wrong_part(key: str, options: Iterable[str]) -> str:

@@ -7,6 +7,8 @@ from functools import cache
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+BY_CHOICE = "HF_HUB_OFFLINE is set"
+
 
 @cache
 def unreachable(seconds: float = 3.0) -> str:
@@ -18,7 +20,7 @@ def unreachable(seconds: float = 3.0) -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
+        return BY_CHOICE
     if getproxies():
         return ""  # who knows
     where = urlsplit(constants.ENDPOINT)

@@ -9,7 +9,8 @@ from typing import Any
 HELP = """usage: lit-ppo plan --config FILE [--gpus 4xA100-80G] [options]
 
 Forecast the peak memory of a run by phase, say whether it fits, and rank what would save memory. No GPU is used and no
-weights are read: only the configurations of the models.
+weights are read: only the configurations of the models. The stages before PPO are told by their configuration, or by
+name: `lit-ppo sft plan`.
 
 options:
   --config FILE          as for `lit-ppo fit`, whose other options work here, too (--model.ppo.micro_batch_size 2)
@@ -35,13 +36,19 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv[1:])
 
 
-def run(argv: list[str], module_class: type[Any] | None = None, data_class: type[Any] | None = None, **_: Any) -> None:
+def run(
+    argv: list[str],
+    module_class: type[Any] | None = None,
+    data_class: type[Any] | None = None,
+    stage: str | None = None,
+) -> None:
     """Print the forecast.
 
     Args:
         argv: The command and its options.
         module_class: As of `lit-ppo fit`.
         data_class: As of `lit-ppo fit`.
+        stage: sft, reward or ppo; None: the one that the configuration is of.
     """
     args, rest = parse(argv)
     if args.help:
@@ -50,22 +57,28 @@ def run(argv: list[str], module_class: type[Any] | None = None, data_class: type
     from lit_ppo.plan.cards import parse_gpus
 
     gpus = parse_gpus(args.gpus)
+    from lit_ppo.cli import classes_of
+    from lit_ppo.cli.errors import config_files, stages_of
     from lit_ppo.cli.trainer import parsed
 
-    config = parsed(["fit", *rest], module_class, data_class)
+    stage = stage or next(iter(stages_of(config_files(rest))), "ppo")
+    module, data = classes_of(stage)
+    config = parsed(["fit", *rest], module_class or module, data_class or data)
     from lit_ppo.plan.forecast import Forecast
     from lit_ppo.plan.levers import levers
     from lit_ppo.plan.report import report
     from lit_ppo.plan.setup import read_setup
+    from lit_ppo.plan.stages import read_stage
 
     shapes = _Shapes(args.model_config)
 
     def read(changed: dict[str, Any]) -> Any:
-        return read_setup(changed, shapes, gpus=gpus.count, strategy=args.strategy, card=gpus.usable)
+        run = {"gpus": gpus.count, "strategy": args.strategy, "card": gpus.usable}
+        return read_setup(changed, shapes, **run) if stage == "ppo" else read_stage(changed, stage, shapes, **run)
 
     forecast = Forecast(read(config))
     found = None if args.no_levers else levers(config, read, forecast)
-    files = [rest[i + 1] for i, word in enumerate(rest[:-1]) if word in ("--config", "-c")]
+    files = config_files(rest)
     print(report(forecast, gpus, found, Path(files[-1]).name if files else "This run"))
 
 

@@ -17,6 +17,7 @@ import torch
 
 from lit_ppo import preflight
 from lit_ppo.doctor import Line
+from lit_ppo.rewards import ModelReward
 from lit_ppo.roles.sources import first_line
 
 STAND_IN = (
@@ -58,13 +59,41 @@ class Run:
     """What a configuration asks for."""
 
     module: Any
-    """A `PPOLightningModule` that has loaded nothing."""
+    """A module of one of the stages that has loaded nothing."""
     data: Any
     options: dict[str, Any]
     """The Trainer's, with callbacks and strategy as objects."""
     here: Here
     plan: Any = None
     """The `RolePlan`, where the sources of the models can be read."""
+
+    @property
+    def stage(self) -> str:
+        """sft, reward or ppo."""
+        stage: str = self.module.stage
+        return stage
+
+    @property
+    def role(self) -> str:
+        """What the stage calls its first model."""
+        return "actor" if self.stage == "ppo" else str(self.module.role)
+
+    @property
+    def section(self) -> Any:
+        """The options of how a batch is cut."""
+        return self.module.ppo if self.stage == "ppo" else self.module.options
+
+    @property
+    def sources(self) -> list[tuple[str, Any]]:
+        """What each role is made of, where that can be read."""
+        names = {"actor": self.role, "critic": "critic", "reference": "reference"}
+        return [(name, getattr(self.plan, field, None)) for field, name in names.items()]
+
+    @property
+    def reward_models(self) -> list[ModelReward]:
+        """The rewards that are models."""
+        rewards = getattr(self.module, "rewards", None)
+        return [reward for reward in getattr(rewards, "rewards", ()) if isinstance(reward, ModelReward)]
 
     @property
     def callbacks(self) -> list[Any]:
@@ -127,13 +156,14 @@ def examine(run: Run, said: list[str]) -> list[Line]:
         run: The configuration.
         said: Warnings given while it was read.
     """
-    from lit_ppo.doctor.mistakes import CHECKS
+    from lit_ppo.doctor.mistakes import OF_EVERY_STAGE
+    from lit_ppo.doctor.ppo import OF_PPO
 
     with contextlib.suppress(Exception):  # what stands in the way is said by what follows
-        run.plan = preflight.plan(run.module)
+        run.plan = preflight.plan(run.module) if run.stage == "ppo" else run.module.plan()
     lines = [] if (failed := _before_the_run(run, said)) is None else [failed]
     lines += [Line("warn", text, option=option_in(text)) for text in said]
-    for check in CHECKS:
+    for check in (*OF_EVERY_STAGE, *(OF_PPO if run.stage == "ppo" else ())):
         try:
             lines += check(run)
         except Exception as error:  # what a check needs is what another one has complained about
@@ -160,7 +190,7 @@ def _before_the_run(run: Run, said: list[str]) -> Line | None:
             run.module.trainer = trainer
             if run.data is not None:
                 run.data.setup("fit")
-            preflight.check_run(run.module, "fit")
+            run.module.check_run("fit")
     except Exception as error:  # a fit would end with it
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         text = text or type(error).__name__

@@ -7,8 +7,6 @@ import fnmatch
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,10 +15,19 @@ from lit_ppo.doctor import Line
 from lit_ppo.doctor.config import Run
 from lit_ppo.doctor.machine import existing
 from lit_ppo.memory.ledger import GIB
-from lit_ppo.rewards import ModelReward, TrunkReward
 
-VALIDATED = ("val/reward", "val/length_mean", "val/eos_rate")
-"""What a validation logs; `val/reward_<name>` comes with several rewards."""
+VALIDATED = {
+    "ppo": ("val/reward", "val/length_mean", "val/eos_rate"),
+    "sft": ("val/loss", "val/perplexity"),
+    "reward": ("val/accuracy", "val/loss", "val/score_gap"),
+}
+"""What a validation logs, by stage; `val/reward_<name>` comes with several rewards."""
+
+UP, DOWN = ("val/reward", "val/accuracy", "val/score_gap"), ("val/loss", "val/perplexity")
+"""What is better when it is higher, and what when it is lower."""
+
+SECTIONS = {"ppo": "ppo", "sft": "sft", "reward": "ranking"}
+"""Where a stage's configuration says how a batch is cut."""
 
 
 def launch(run: Run) -> Iterator[Line]:
@@ -91,36 +98,34 @@ def strategy(run: Run) -> Iterator[Line]:
     if run.sharded and run.ranks == 1:
         what = "`trainer.strategy` shards weights over 1 device: nothing is saved, and every layer costs a copy"
         yield Line("warn", what, "trainer.strategy: auto", "trainer.strategy")
-    if run.sharded and run.module.ppo.rollout_engine == "graph":
-        what = "`ppo.rollout_engine: graph` captures layers that a sharding strategy hooks into"
-        yield Line("error", what, "model.ppo.rollout_engine: auto", "ppo.rollout_engine")
-    prompts = getattr(run.data, "batch_size", None)
-    if prompts and prompts % run.ranks:
-        what = f"`data.batch_size` is {prompts}, for {run.ranks} ranks: some have a prompt more, and the others wait"
-        yield Line("info", what, f"data.batch_size: {-(-prompts // run.ranks) * run.ranks}", "data.batch_size")
+    size, what = getattr(run.data, "batch_size", None), getattr(run.data, "what", "rows")
+    if size and size % run.ranks:
+        said = f"`data.batch_size` is {size}, for {run.ranks} ranks: some have more {what} than others, which wait"
+        yield Line("info", said, f"data.batch_size: {-(-size // run.ranks) * run.ranks}", "data.batch_size")
 
 
 def optimization(run: Run) -> Iterator[Line]:
     """Options of the Trainer that belong to automatic optimization."""
+    section = SECTIONS[run.stage]
     for name, off, instead in (
-        ("accumulate_grad_batches", (None, 1), "model.ppo.micro_batch_size: <sequences in one forward>"),
-        ("gradient_clip_val", (None, 0), f"model.ppo.max_grad_norm: {run.options.get('gradient_clip_val')}"),
+        ("accumulate_grad_batches", (None, 1), f"model.{section}.micro_batch_size: <as many as fit>"),
+        ("gradient_clip_val", (None, 0), f"model.{section}.max_grad_norm: {run.options.get('gradient_clip_val')}"),
     ):
         if run.options.get(name) not in off:
-            what = f"`trainer.{name}` is for automatic optimization, and a PPO iteration has its own; remove it"
+            what = f"`trainer.{name}` is for automatic optimization, and this module has its own; remove it"
             yield Line("error", what, instead, f"trainer.{name}")
 
 
 def monitors(run: Run) -> Iterator[Line]:
     """Callbacks that wait for a metric which nobody logs, or take the worst for the best."""
-    module, options = run.module, run.options
-    rewards = [] if module.rewards is None else module.rewards.names
-    known = [*VALIDATED, *(f"val/reward_{name}" for name in rewards if len(rewards) > 1)]
+    options = run.options
+    rewards = run.module.rewards.names if run.stage == "ppo" and run.module.rewards is not None else []
+    known = [*VALIDATED[run.stage], *(f"val/reward_{name}" for name in rewards if len(rewards) > 1)]
     held_out = getattr(run.data, "_sets", {"val": None})
     epochs, every = options.get("max_epochs"), options.get("check_val_every_n_epoch")
     why, fix = "", ""
     if "val" not in held_out:
-        why, fix = "there are no prompts to validate on", "data.val_fraction: 0.1"
+        why, fix = f"there are no {getattr(run.data, 'what', 'rows')} to validate on", "data.val_fraction: 0.1"
     elif options.get("limit_val_batches") == 0:
         why, fix = "`trainer.limit_val_batches` is 0", "trainer.limit_val_batches: 1.0"
     elif epochs and epochs > 0 and every and every > epochs:
@@ -136,11 +141,13 @@ def monitors(run: Run) -> Iterator[Line]:
             what = f"`{name}` monitors {monitor!r}, and the run never validates: {why}"
             yield Line("error", what, fix, "monitor")
         elif monitor not in known:
-            near = difflib.get_close_matches(monitor, known, n=1) or ["val/reward"]
+            near = difflib.get_close_matches(monitor, known, n=1) or known[:1]
             yield Line("error", f"`{name}` monitors {monitor!r}, which is not logged", f"monitor: {near[0]}", "monitor")
-        elif monitor.startswith("val/reward") and getattr(callback, "mode", "max") == "min":
+        elif monitor.startswith(UP) and getattr(callback, "mode", "max") == "min":
             what = f"`{name}` takes the lowest {monitor!r} for the best: Lightning's default `mode` is min"
             yield Line("warn", what, "mode: max", "monitor")
+        elif monitor in DOWN and getattr(callback, "mode", "min") == "max":
+            yield Line("warn", f"`{name}` takes the highest {monitor!r} for the best", "mode: min", "monitor")
 
 
 def checkpointing(run: Run) -> Iterator[Line]:
@@ -155,14 +162,14 @@ def checkpointing(run: Run) -> Iterator[Line]:
         what = "`GradientCheckpointing` and the strategy's `activation_checkpointing_policy` recompute the same layers"
         yield Line("error", what, fix, "activation_checkpointing_policy")
     if run.plan is not None and getattr(run.plan.config, "gradient_checkpointing", False):
-        what = "the actor's config.json says `gradient_checkpointing`, which `GradientCheckpointing` does already"
+        what = f"the {run.role}'s config.json says `gradient_checkpointing`, which `GradientCheckpointing` does already"
         yield Line("warn", what, 'remove "gradient_checkpointing" from config.json', "GradientCheckpointing")
 
 
 def quantization(run: Run) -> Iterator[Line]:
     """Quantized weights that would be trained, and quantization without its package."""
     module = run.module
-    trained = {"actor", "critic"} if module.lora is None else set()
+    trained = ({"actor", "critic"} if run.stage == "ppo" else {run.role}) if module.lora is None else set()
     fix = "model.lora: {r: 16}"
     asked = False
     for callback in run.callbacks:
@@ -174,40 +181,30 @@ def quantization(run: Run) -> Iterator[Line]:
             if any(fnmatch.fnmatchcase(role, p) for p in patterns or ()):
                 what = f"`{type(callback).__name__}` quantizes `{role}`, which is trained: only adapters could be"
                 yield Line("error", what, fix, "modules")
-    for role in ("actor", "critic", "reference"):
-        mode = getattr(getattr(run.plan, role, None), "quantize", None)
+    for role, source in run.sources:
+        mode = getattr(source, "quantize", None)
         if mode in (None, "none"):
             continue
         asked = True
         if role in trained:
             what = f"`{role}.quantize: {mode}` on weights that are trained: only adapters could be"
             yield Line("error", what, fix, f"{role}.quantize")
-    asked = asked or any(getattr(r.config, "quantize", None) not in (None, "none") for r in _reward_models(run))
+    asked = asked or any(getattr(r.config, "quantize", None) not in (None, "none") for r in run.reward_models)
     if asked and importlib.util.find_spec("bitsandbytes") is None:
         yield Line(
             "error", "quantization needs bitsandbytes, which is not installed", "pip install 'lit-ppo[quantize]'"
         )
 
 
-def kl(run: Run) -> Iterator[Line]:
-    """A policy without a leash, and a reference that only draws a chart."""
-    ppo = run.module.ppo
-    if not ppo.needs_reference:
-        what = "the KL to the start is neither penalised nor charted (`ppo.kl_coef: 0`): nobody sees the policy drift"
-        yield Line("info", what, "model.ppo.log_kl: true", "kl_coef")
-    elif ppo.log_kl and not ppo.kl_coef and not ppo.kl_loss_coef:
-        yield Line("info", "the reference is loaded and run for the KL's chart alone (`ppo.log_kl`)", "", "log_kl")
-    elif ppo.log_kl:
-        yield Line("info", "`ppo.log_kl` changes nothing: the KL is penalised, and so charted", "", "log_kl")
-
-
 def learning_rates(run: Run) -> Iterator[Line]:
     """Learning rates out of the ordinary."""
-    module = run.module
-    low, high, usual = (1e-6, 2e-3, "1.0e-4") if module.lora is not None else (1e-7, 1e-4, "3.0e-6")
+    module, ppo = run.module, run.stage == "ppo"
+    low, high, usual = (1e-7, 1e-4, "3.0e-6") if ppo else (1e-7, 1e-3, "1.0e-5")
+    if module.lora is not None:
+        low, high, usual = 1e-6, 2e-3, "1.0e-4"
     kind = "adapters" if module.lora is not None else "all weights"
-    rates = {"actor_lr": module.optim.actor_lr}
-    if module.ppo.has_critic and module.optim.critic_lr is not None:
+    rates = {"actor_lr": module.optim.actor_lr} if ppo else {"lr": module.optim.lr}
+    if ppo and module.ppo.has_critic and module.optim.critic_lr is not None:
         rates["critic_lr"] = module.optim.critic_lr
     for name, rate in rates.items():
         if rate == 0:
@@ -226,7 +223,7 @@ def adapters(run: Run) -> Iterator[Line]:
     if lora is None or lora.target_modules == "all-linear" or not isinstance(actor, RoleConfig):
         return
     try:
-        add_adapters(empty_model(actor, torch.float32, critic=False), lora, [POLICY], 0)
+        add_adapters(empty_model(actor, torch.float32, critic=run.stage == "reward"), lora, [POLICY], 0)
     except ValueError as error:
         yield Line("error", str(error), "model.lora.target_modules: all-linear", "target_modules")
 
@@ -241,45 +238,31 @@ def tokens(run: Run) -> Iterator[Line]:
         yield Line("info", f"the tokenizer {which}: nothing to do, masks are made from lengths")
 
 
-def reward_inputs(run: Run) -> Iterator[Line]:
-    """Texts longer than a reward model reads."""
-    new = run.module.sampling_config.max_new_tokens
-    longest = _longest_texts(run.data)
-    for reward in _reward_models(run):
-        limit = _context(reward, run.plan)
-        if limit is None or reward.tokenizer is None or not longest:
-            continue
-        width = max(len(ids) for ids in reward.tokenizer(longest, verbose=False)["input_ids"])
-        if width + new > limit:
-            what = (
-                f"reward `{reward.name}` reads {limit} tokens, and the longest prompt has {width} of them before the "
-                f"response of up to {new}: the start of such prompts would be cut"
-            )
-            fix = f"data.max_prompt_length: {limit - new}" if limit > new else f"sampling.max_new_tokens: {limit // 2}"
-            yield Line("warn", what, fix, "max_prompt_length" if limit > new else "max_new_tokens")
-
-
 def batches(run: Run) -> Iterator[Line]:
     """Sizes that have no effect, and a run that never ends."""
-    ppo, prompts = run.module.ppo, getattr(run.data, "batch_size", None)
-    if prompts:
-        share = -(-prompts * run.module.sampling_config.samples_per_prompt // ppo.minibatches // run.ranks)
-        size = ppo.micro_batch_size
+    ppo, examples = run.module.ppo if run.stage == "ppo" else None, getattr(run.data, "batch_size", None)
+    if examples:
+        samples = 1 if ppo is None else run.module.sampling_config.samples_per_prompt
+        share = -(-examples * samples // (1 if ppo is None else ppo.minibatches) // run.ranks)
+        size, option = getattr(run.section, "micro_batch_size", None), f"{SECTIONS[run.stage]}.micro_batch_size"
         if size is not None and size > share:
-            what = f"`ppo.micro_batch_size` is {size}, and a minibatch of a rank has {share} sequences: no effect"
-            yield Line("info", what, f"model.ppo.micro_batch_size: {share}", "micro_batch_size")
+            whole = (
+                f"a batch of a rank has {share} {run.data.what}"
+                if ppo is None
+                else f"a minibatch of a rank has {share} sequences"
+            )
+            yield Line(
+                "info", f"`{option}` is {size}, and {whole}: no effect", f"model.{option}: {share}", "micro_batch_size"
+            )
     if run.options.get("max_epochs") is None and run.options.get("max_steps") in (None, -1):
         what = "neither `trainer.max_epochs` nor `max_steps` is set: Lightning trains for 1,000 epochs"
         yield Line("warn", what, "trainer.max_epochs: 1", "trainer")
 
 
-def engines(run: Run) -> Iterator[Line]:
-    """Slow rollouts, and attention that is not installed."""
-    if run.on_cuda and run.module.ppo.rollout_engine == "hf":
-        what = "`ppo.rollout_engine: hf` is several times slower than graph on CUDA"
-        yield Line("info", what, "model.ppo.rollout_engine: auto", "rollout_engine")
-    held = [(role, getattr(run.plan, role, None)) for role in ("actor", "critic", "reference")]
-    held += [("reward", reward.config) for reward in _reward_models(run)]
+def attention(run: Run) -> Iterator[Line]:
+    """Attention that is not installed."""
+    held = run.sources
+    held += [("reward", reward.config) for reward in run.reward_models]
     for role, config in held:
         asked = str(getattr(config, "attn_implementation", None))
         if asked.startswith("flash_attention_2") and importlib.util.find_spec("flash_attn") is None:
@@ -294,8 +277,8 @@ def disk(run: Run) -> Iterator[Line]:
     actor, folder = getattr(run.plan, "actor", None), str(run.options.get("default_root_dir") or ".")
     if run.module.lora is not None or not isinstance(actor, RoleConfig) or "://" in folder:
         return
-    numbers = sum(p.numel() for p in empty_model(actor, torch.float32, critic=False).parameters())
-    need = 12 * numbers * (2 if run.module.ppo.has_critic else 1)
+    numbers = sum(p.numel() for p in empty_model(actor, torch.float32, critic=run.stage == "reward").parameters())
+    need = 12 * numbers * (2 if run.stage == "ppo" and run.module.ppo.has_critic else 1)
     free = shutil.disk_usage(existing(folder)).free
     if need > free:
         what = (
@@ -305,36 +288,7 @@ def disk(run: Run) -> Iterator[Line]:
         yield Line("error", what, "trainer.default_root_dir: <a larger disk>", "default_root_dir")
 
 
-CHECKS: tuple[Callable[[Run], Iterator[Line]], ...] = (
-    launch, devices, precision, strategy, optimization, monitors, checkpointing, quantization, kl, learning_rates,
-    adapters, tokens, reward_inputs, batches, engines, disk,
+OF_EVERY_STAGE: tuple[Callable[[Run], Iterator[Line]], ...] = (
+    launch, devices, precision, strategy, optimization, monitors, checkpointing, quantization, learning_rates,
+    adapters, tokens, batches, attention, disk,
 )  # fmt: skip
-
-
-def _reward_models(run: Run) -> list[Any]:
-    rewards = [] if run.module.rewards is None else run.module.rewards.rewards
-    return [reward for reward in rewards if isinstance(reward, ModelReward)]
-
-
-def _context(reward: Any, plan: Any) -> int | None:
-    """Return what a reward model reads, by its configuration; one on the actor's trunk reads what the actor does."""
-    from lit_ppo.roles.sources import context_length, model_config
-
-    if isinstance(reward, TrunkReward) and plan is not None:
-        limits = [reward.config.max_length, context_length(plan.config.get_text_config())]
-        return min((n for n in limits if n), default=None)
-    if reward.source is None:
-        return None
-    given = reward.config
-    source = RoleConfig(
-        source=str(Path(given.source).expanduser()), trust_remote_code=given.trust_remote_code, revision=given.revision
-    )
-    limits = [given.max_length, context_length(model_config("reward", source).get_text_config())]
-    return min((n for n in limits if n), default=None)
-
-
-def _longest_texts(data: Any, count: int = 8) -> list[str]:
-    """Return the texts of the longest prompts, the policy's tokens counted."""
-    ready = [prompt for prompts in getattr(data, "_ready", {}).values() for prompt in prompts]
-    ready.sort(key=lambda prompt: -len(prompt.ids))
-    return [prompt.text for prompt in ready[:count]]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from lit_ppo.optim import state_bytes
-from lit_ppo.plan.roles import HEADS, fake_model, fake_roles, layers_of, pretend, weight_bytes
+from lit_ppo.plan.roles import HEADS, Phase, Store, fake_model, fake_roles, kv_bytes, layers_of, pretend, weight_bytes
 from lit_ppo.plan.setup import Model, Setup
 from lit_ppo.plan.stand_ins import quantize
 from lit_ppo.plan.trace import Step, prefill, rewarding, rows_of, sampling, scoring, training_step
@@ -18,6 +17,9 @@ from lit_ppo.roles.model import RoleView
 from lit_ppo.sharding.units import layers
 
 PHASES = ("load", "rollout", "score", "update", "save")
+"""Of PPO."""
+BEFORE_PPO = ("load", "update", "validate", "save")
+"""Of the stages before it."""
 WORKSPACE = 128 * 2**20
 """What cuBLAS takes from torch's allocator on a recent GPU: 32 MiB a handle, for two libraries and two threads."""
 KEPT = 0.1
@@ -25,35 +27,6 @@ KEPT = 0.1
 CHUNK = 2**26
 """Elements that `MasterAdamW` updates at once."""
 GIB = 2**30
-
-
-@dataclass
-class Phase:
-    """What is on the GPU when a phase is at its peak, in bytes, by what it is for."""
-
-    parts: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        """The peak."""
-        return sum(self.parts.values())
-
-
-@dataclass
-class Store:
-    """One parameter store: bytes on this rank."""
-
-    weights: int
-    trained: int
-    """Of `weights`, what gradients are made of: this is their size, too."""
-    state: int
-    """Of the optimizer."""
-    largest: int
-    """Elements of its largest trained weight."""
-    unit: int = 0
-    """Under FSDP: the largest unit that is gathered at once, whole."""
-    whole: int = 0
-    """Weights of all ranks together."""
 
 
 class Forecast:
@@ -82,9 +55,7 @@ class Forecast:
         return found
 
     def _store(self, role: str, model: Model) -> Store:
-        roles = self._roles()
-        view = getattr(roles, role)
-        trained = self._trained(roles, role)
+        view, trained = self._view(role), self._trained(role)
         stack = [layer for _, _, layer in layers(view.store)]
         inside = {id(p) for p in stack[0].parameters()}
         others = inside.union(*({id(p) for p in layer.parameters()} for layer in stack))
@@ -132,10 +103,17 @@ class Forecast:
         weights = numbers[0] + (numbers[1] - numbers[0]) * (layers_of(model.config) - 1)
         return Store(weights, 0, 0, 0, 0, weights)
 
-    def _trained(self, roles: Any, role: str) -> list[Any]:
-        groups = roles.trained()
+    def _name(self, role: str) -> str:
+        """What the run calls a role."""
+        return self.setup.role if role == "actor" else role
+
+    def _view(self, role: str) -> Any:
+        return self._roles().all()[self._name(role)]
+
+    def _trained(self, role: str) -> list[Any]:
+        groups = self._roles().trained()
         both = role == "actor" and self.setup.shared
-        return [p for name in (("actor", "critic") if both else (role,)) for _, p in groups.get(name, ())]
+        return [p for name in (("actor", "critic") if both else (self._name(role),)) for _, p in groups.get(name, ())]
 
     def _state(self, parameter: Any) -> int:
         return state_bytes(parameter, self.setup.optim)
@@ -149,6 +127,7 @@ class Forecast:
         s = self.setup
         key = (
             "roles",
+            s.stage,
             self.depth,
             s.shared,
             repr((s.lora, [adapter.settings for adapter, _ in s.frozen])),
@@ -172,11 +151,12 @@ class Forecast:
                s.offload_activations)  # fmt: skip
         if key not in self.traces:
             self.traces[key] = training_step(
-                getattr(self._roles(), role),
-                rows_of(s.micro, s.prompt, s.sampling.max_new_tokens),
+                self._view(role),
+                self._rows(s.micro),
                 autocast=self.autocast,
                 checkpoint=s.checkpointing,
                 offload=s.offload_activations,
+                options=self._asked(role),
             )
         return self.traces[key]
 
@@ -185,14 +165,30 @@ class Forecast:
         s = self.setup
         key = ("score", role, *self._same(role), rows, s.prompt, s.sampling.max_new_tokens)
         if key not in self.traces:
-            view = getattr(self._roles(), role)
-            self.traces[key] = scoring(view, rows_of(rows, s.prompt, s.sampling.max_new_tokens), autocast=self.autocast)
+            view, texts = self._view(role), self._rows(rows)
+            self.traces[key] = scoring(view, texts, autocast=self.autocast, options=self._asked(role))
         return self.traces[key]
+
+    def _rows(self, count: int) -> Any:
+        """So many examples as long as they can get."""
+        s = self.setup
+        return rows_of(count * s.texts, s.prompt, s.sampling.max_new_tokens)
+
+    def _asked(self, role: str) -> dict[str, Any]:
+        """What a forward is asked for: the log-probs of PPO are tempered, and come with entropies."""
+        tempered = self.setup.stage == "ppo" and self._view(role).output == "logprobs"
+        return {"entropy": True, "temperature": 0.7} if tempered else {}
 
     def _same(self, role: str) -> tuple[Any, ...]:
         s = self.setup
         model = {"actor": s.actor, "critic": s.critic, "reference": s.reference or s.actor}[role]
-        return (_key(model), s.precision, repr((s.lora, [adapter.settings for adapter, _ in s.frozen])), s.shared)
+        return (
+            s.stage,
+            _key(model),
+            s.precision,
+            repr((s.lora, [adapter.settings for adapter, _ in s.frozen])),
+            s.shared,
+        )
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -205,7 +201,8 @@ class Forecast:
     @cached_property
     def phases(self) -> dict[str, Phase]:
         """The peak of each phase."""
-        return {name: getattr(self, f"_{name}")() for name in PHASES}
+        names = PHASES if self.setup.stage == "ppo" else BEFORE_PPO
+        return {name: getattr(self, f"_{name}")() for name in names}
 
     @property
     def peak(self) -> int:
@@ -230,7 +227,7 @@ class Forecast:
             assert model is not None
             idle = model.offload and phase not in users.get(name.split(" ")[0], ("rollout", "score", "update"))
             if model.device is None and not idle:
-                parts[f"weights {name}"] = store.weights
+                parts[f"weights {self._name(name)}"] = store.weights
         state = sum(store.state for store in self.stores.values())
         if state and not self._paged and not (s.offload_optimizer and phase != "update"):
             parts["optimizer"] = state
@@ -321,6 +318,11 @@ class Forecast:
             parts["gathered"] = max(units)
         return Phase(parts)
 
+    def _validate(self) -> Phase:
+        work = {"activations": self.forward("actor", self.setup.micro)}
+        unit = self.stores["actor"].unit
+        return Phase(self._held("validate") | work | ({"gathered": unit} if unit else {}))
+
     def _rewarded(self, name: str, model: Model, rows: int) -> int:
         key = ("reward", name, _key(model), rows, self.setup.length)
         if key not in self.traces:
@@ -334,7 +336,7 @@ class Forecast:
         key = ("states", adapter, *self._same("actor"), rows, self.setup.length)
         if key not in self.traces:
             view = RoleView(self._roles().actor.store, "states", adapter)
-            self.traces[key] = scoring(view, rows_of(rows, self.setup.length, 1), autocast=None)
+            self.traces[key] = scoring(view, rows_of(rows, self.setup.length, 1), autocast=None, options={})
         return self.traces[key]
 
     def _update(self) -> Phase:
@@ -391,13 +393,6 @@ class Forecast:
         half = self.setup.precision in ("bf16-true", "16-true")
         at_once = min(max(CHUNK, store.largest), store.trained // (2 if half else 4))
         return (4 + 4 * half) * at_once  # a denominator, and a gradient in float32
-
-
-def kv_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a token's keys and values, in all layers."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * dim * dtype.itemsize
 
 
 def _key(model: Model | None) -> Any:

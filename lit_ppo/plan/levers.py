@@ -9,6 +9,9 @@ from typing import Any
 
 from lit_ppo.plan.forecast import Forecast
 from lit_ppo.plan.setup import Setup
+from lit_ppo.plan.stages import SECTIONS
+
+Change = Callable[[dict[str, Any]], None]
 
 WORTH = 64 * 2**20
 """Bytes that a lever must save to be named."""
@@ -37,7 +40,7 @@ def levers(config: dict[str, Any], read: Callable[[dict[str, Any]], Setup], now:
         The levers that save something, the best first.
     """
     found = []
-    for lever, change in _candidates(config, now.setup):
+    for lever, change in _candidates(now.setup):
         changed = copy.deepcopy(config)
         change(changed)
         try:
@@ -51,56 +54,57 @@ def levers(config: dict[str, Any], read: Callable[[dict[str, Any]], Setup], now:
     return sorted(found, key=lambda lever: -lever.saved)
 
 
-def _candidates(config: dict[str, Any], s: Setup) -> Iterator[tuple[Lever, Callable[[dict[str, Any]], None]]]:
+def _candidates(s: Setup) -> Iterator[tuple[Lever, Change]]:
     """Yield what can be changed, with a function that changes it."""
+    yield from _of_training(s)
+    yield from _of_ppo(s) if s.stage == "ppo" else _of_stage(s)
 
-    def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-        def change(target: dict[str, Any]) -> None:
-            *groups, last = path.split(".")
-            for group in groups:
-                held = target.get(group)
-                target[group] = held = {"source": held} if isinstance(held, str) else dict(held or {})
-                target = held
-            target[last] = value
 
-        return change
+def put(path: str, value: Any) -> Change:
+    """Return a function that sets an option.
 
-    def add(callback: str, **options: Any) -> Callable[[dict[str, Any]], None]:
-        def change(target: dict[str, Any]) -> None:
-            trainer = target["trainer"] = dict(target.get("trainer") or {})
-            there = trainer.get("callbacks") or []
-            there = there if isinstance(there, list) else [there]
-            trainer["callbacks"] = [*there, {"class_path": callback, "init_args": options}]
+    Args:
+        path: Dotted.
+        value: Its new value.
+    """
 
-        return change
+    def change(target: dict[str, Any]) -> None:
+        *groups, last = path.split(".")
+        for group in groups:
+            held = target.get(group)
+            target[group] = held = {"source": held} if isinstance(held, str) else dict(held or {})
+            target = held
+        target[last] = value
 
+    return change
+
+
+def add(callback: str, **options: Any) -> Change:
+    """Return a function that adds a callback with its options."""
+
+    def change(target: dict[str, Any]) -> None:
+        trainer = target["trainer"] = dict(target.get("trainer") or {})
+        there = trainer.get("callbacks") or []
+        there = there if isinstance(there, list) else [there]
+        trainer["callbacks"] = [*there, {"class_path": callback, "init_args": options}]
+
+    return change
+
+
+def _of_training(s: Setup) -> Iterator[tuple[Lever, Change]]:
+    """What every stage has: how a batch is cut, the precision, the optimizer."""
     if s.checkpointing is None:
         yield (
             Lever("trainer.callbacks: [GradientCheckpointing]", "about a third more time in the update"),
             add("GradientCheckpointing"),
         )
-    if s.micro > 1:
-        half = s.micro // 2
-        yield (
-            Lever(f"model.ppo.micro_batch_size: {half}", "nothing but a little speed: the gradient stays the same"),
-            put("model.ppo.micro_batch_size", half),
-        )
-    rollout = min(s.ppo.rollout_batch_size or s.episodes, s.episodes)
-    if rollout > 1:
-        yield (
-            Lever(f"model.ppo.rollout_batch_size: {rollout // 2}", "a slower rollout"),
-            put("model.ppo.rollout_batch_size", rollout // 2),
-        )
-    if s.ppo.rollout_engine != "hf" and s.ppo.rollout_prefill_tokens > 4096:
-        yield (
-            Lever("model.ppo.rollout_prefill_tokens: 4096", "hardly any time: prompts are read in more forwards"),
-            put("model.ppo.rollout_prefill_tokens", 4096),
-        )
-    if s.critic is not None and not s.ppo.sequential_roles:
-        yield (
-            Lever("model.ppo.sequential_roles: true", "nothing in the result; hardly any time"),
-            put("model.ppo.sequential_roles", True),
-        )
+    cut = f"model.{SECTIONS[s.stage]}.micro_batch_"
+    cheap = "nothing but a little speed: the gradient stays the same"
+    if s.micro > 1 and s.ppo.micro_batch_tokens is None:
+        yield Lever(f"{cut}size: {s.micro // 2}", cheap), put(f"{cut}size", s.micro // 2)
+    elif s.micro > 1:
+        tokens = s.micro // 2 * s.longest * s.texts
+        yield Lever(f"{cut}tokens: {tokens}", cheap), put(f"{cut}tokens", tokens)
     if s.precision == "32-true":
         yield (
             Lever("trainer.precision: bf16-true", "bfloat16 arithmetic, with float32 masters in the optimizer"),
@@ -118,6 +122,39 @@ def _candidates(config: dict[str, Any], s: Setup) -> Iterator[tuple[Lever, Calla
         yield (
             Lever("model.optim.paged: true", "time in each optimizer step: the state passes over PCIe"),
             put("model.optim.paged", True),
+        )
+
+
+def _of_stage(s: Setup) -> Iterator[tuple[Lever, Change]]:
+    """What the stages before PPO have besides."""
+    if s.lora is None:
+        cost = "an adapter: a larger learning rate, a smaller change"
+        yield Lever("model.lora: {r: 16}", cost), put("model.lora", {"r": 16})
+    elif s.actor.quantize == "none":
+        quantized = f"model.{s.role}.quantize"
+        yield Lever(f"{quantized}: nf4", "a 4-bit trunk: some accuracy, and more time"), put(quantized, "nf4")
+    if s.longest >= 128:
+        half = s.longest // 2
+        yield Lever(f"data.max_length: {half}", "longer texts are dropped"), put("data.max_length", half)
+
+
+def _of_ppo(s: Setup) -> Iterator[tuple[Lever, Change]]:
+    """What PPO has besides: rollouts, several roles."""
+    rollout = min(s.ppo.rollout_batch_size or s.episodes, s.episodes)
+    if rollout > 1:
+        yield (
+            Lever(f"model.ppo.rollout_batch_size: {rollout // 2}", "a slower rollout"),
+            put("model.ppo.rollout_batch_size", rollout // 2),
+        )
+    if s.ppo.rollout_engine != "hf" and s.ppo.rollout_prefill_tokens > 4096:
+        yield (
+            Lever("model.ppo.rollout_prefill_tokens: 4096", "hardly any time: prompts are read in more forwards"),
+            put("model.ppo.rollout_prefill_tokens", 4096),
+        )
+    if s.critic is not None and not s.ppo.sequential_roles:
+        yield (
+            Lever("model.ppo.sequential_roles: true", "nothing in the result; hardly any time"),
+            put("model.ppo.sequential_roles", True),
         )
     if s.lora is None:
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from lit_ppo.plan.cards import CARDS, CONTEXT, Gpus, computes_bf16
-from lit_ppo.plan.forecast import GIB, PHASES, Forecast
+from lit_ppo.plan.forecast import GIB, Forecast
 from lit_ppo.plan.levers import Lever
+from lit_ppo.plan.setup import Setup
 
 TIGHT = 0.05
 """Share of a card within which the forecast may be wrong."""
@@ -22,15 +23,12 @@ def report(forecast: Forecast, gpus: Gpus, found: list[Lever] | None, title: str
     s = forecast.setup
     spread = {"one": "one device", "ddp": "DDP", "fsdp": "FSDP"}[s.family]
     lines = [
-        f"{title} on {gpus.count} x {gpus.name} ({gpus.usable / GIB:.1f} GiB usable each), {spread}; sequences of "
-        f"{s.prompt:,} + {s.sampling.max_new_tokens:,} tokens, {s.episodes} a rank and iteration, micro-batches of "
-        f"{s.micro}.",
+        f"{title} on {gpus.count} x {gpus.name} ({gpus.usable / GIB:.1f} GiB usable each), {spread}; {work(s)}.",
         "",
         "phase      peak, GiB   of which",
     ]
-    worst = max(PHASES, key=lambda name: forecast.phases[name].total)
-    for name in PHASES:
-        phase = forecast.phases[name]
+    worst = max(forecast.phases, key=lambda name: forecast.phases[name].total)
+    for name, phase in forecast.phases.items():
         parts = sorted(phase.parts.items(), key=lambda part: -part[1])
         text = ", ".join(f"{key} {size / GIB:.2f}" for key, size in parts if size >= 0.005 * GIB)
         lines.append(f"{name + (' *' if name == worst else ''):<10} {phase.total / GIB:>9.2f}   {text}")
@@ -54,6 +52,16 @@ def report(forecast: Forecast, gpus: Gpus, found: list[Lever] | None, title: str
     if lacking := [name for name in roomy if name not in fitting]:
         lines.append(f"Large enough, but without the bfloat16 that this asks for: {', '.join(lacking)}.")
     return "\n".join(lines)
+
+
+def work(s: Setup) -> str:
+    """Say what a rank computes."""
+    if s.stage == "ppo":
+        long, many = f"sequences of {s.prompt:,} + {s.sampling.max_new_tokens:,} tokens", "a rank and iteration"
+    else:
+        what = "pairs of texts" if s.stage == "reward" else "texts"
+        long, many = f"{what} of {s.longest:,} tokens", "a rank and step"
+    return f"{long}, {s.episodes} {many}, micro-batches of {s.micro}"
 
 
 def verdict(peak: int, gpus: Gpus) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lit_ppo.plan.setup import TRUE, Model, Setup
 from lit_ppo.plan.stand_ins import quantize
 from lit_ppo.plan.track import ROUND, faking
 from lit_ppo.roles.build import RolePlan, Roles, build_roles
+from lit_ppo.roles.single import OneRole, build_scorer
 
 HEADS = ("score", "classifier", "lm_head", "head", "v_head", "value_head", "lora_A", "lora_B")
 """What is never quantized."""
@@ -31,9 +32,45 @@ class Line:
         return round(self.base + self.slope * layers)
 
 
+@dataclass
+class Phase:
+    """What is on the GPU when a phase is at its peak, in bytes, by what it is for."""
+
+    parts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(self.parts.values())
+
+
+@dataclass
+class Store:
+    """One parameter store: bytes on this rank."""
+
+    weights: int
+    trained: int
+    """Of `weights`, what gradients are made of: this is their size, too."""
+    state: int
+    """Of the optimizer."""
+    largest: int
+    """Elements of its largest trained weight."""
+    unit: int = 0
+    """Under FSDP: the largest unit that is gathered at once, whole."""
+    whole: int = 0
+    """Weights of all ranks together."""
+
+
 def layers_of(config: Any) -> int:
     """Return how many decoder layers a configuration asks for."""
     return int(config.get_text_config().num_hidden_layers)
+
+
+def kv_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of a token's keys and values, in all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * dim * dtype.itemsize
 
 
 def shallow(config: Any, depth: int, **changes: Any) -> Any:
@@ -85,21 +122,30 @@ def pretend(module: nn.Module) -> nn.Module:
     return module
 
 
-def fake_roles(setup: Setup, depth: int) -> Roles:
-    """Build actor, critic and reference by the code that builds the real ones, from fake models.
+def fake_roles(setup: Setup, depth: int) -> Roles | OneRole:
+    """Build the roles of a run from fake models, by the code that builds the real ones.
 
     Args:
         setup: What to build.
         depth: Layers of each.
     """
+    if setup.stage == "reward":
+        plan = _plan(setup, actor=fake_model(setup.actor, depth, classifier=True))
+        return _finished(setup, OneRole(setup.role, build_scorer(setup.role, plan, torch.device("meta"))))
     separate = setup.critic is not None and not setup.shared
     models: dict[str, Any] = {
         "actor": fake_model(setup.actor, depth),
         "critic": fake_model(setup.critic, depth, classifier=True) if separate and setup.critic is not None else None,
         "reference": None if setup.reference is None else fake_model(setup.reference, depth),
     }
-    plan = RolePlan(
-        **models,
+    return _finished(setup, build_roles(_plan(setup, **models), torch.device("meta")))
+
+
+def _plan(setup: Setup, *, actor: Any, critic: Any = None, reference: Any = None) -> RolePlan:
+    return RolePlan(
+        actor,
+        critic,
+        reference,
         layout="shared" if setup.shared else "separate",
         lora=setup.lora,
         has_critic=setup.critic is not None,
@@ -108,15 +154,20 @@ def fake_roles(setup: Setup, depth: int) -> Roles:
         seed=0,
         frozen=[adapter for adapter, _ in setup.frozen],
     )
-    roles = build_roles(plan, torch.device("meta"))
-    true = TRUE.get(setup.precision)
-    stores = {id(v.store): v.store for v in (roles.reference, roles.critic, roles.actor) if v is not None}
-    for store in stores.values():
-        if true is not None and (roles.reference is None or store is not roles.reference.store):
+
+
+def _finished(setup: Setup, roles: Any) -> Any:
+    """Give roles their dtypes, and tensors without memory; quantize and pack what is to be."""
+    true, views = TRUE.get(setup.precision), roles.all()
+    frozen = views["reference"].store if "reference" in views else None
+    for store in {id(view.store): view.store for view in views.values()}.values():
+        if true is not None and store is not frozen:
             store.to(true)
         pretend(store)
-    for view, model in ((roles.actor, setup.actor), (roles.critic, setup.critic), (roles.reference, setup.reference)):
-        if view is not None and model is not None and model.quantize != "none" and not hasattr(view.store, "packed"):
+    models = {setup.role: setup.actor, "critic": setup.critic, "reference": setup.reference}
+    for role, view in views.items():
+        model = models[role]
+        if model is not None and model.quantize != "none" and not hasattr(view.store, "packed"):
             view.store.packed = {id(layer.weight) for layer in quantize(view.store, HEADS)}
             view.store.mode = model.quantize
     if setup.ppo.packing:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.config import AdamConfig, LoRAConfig, OptimConfig, PPOConfig, RoleConfig, SamplingConfig, from_dict
 from lit_ppo.rewards.config import RewardConfig
 from lit_ppo.rewards.trunk import read_settings
 from lit_ppo.roles.adapters import FrozenAdapter
@@ -56,7 +56,7 @@ class Setup:
     """Reward models; functions take no GPU memory."""
     ppo: PPOConfig
     sampling: SamplingConfig
-    optim: OptimConfig
+    optim: AdamConfig
     lora: LoRAConfig | None
     shared: bool
     precision: str
@@ -79,6 +79,18 @@ class Setup:
     """Rewards that are adapters of the actor's trunk."""
     notes: list[str] = field(default_factory=list)
     """What the forecast leaves out or had to assume."""
+    stage: str = "ppo"
+    """Or sft or reward (`lit_ppo.plan.stages`), whose only model stands for the actor here."""
+
+    @property
+    def role(self) -> str:
+        """What the run calls its actor."""
+        return "reward" if self.stage == "reward" else "actor"
+
+    @property
+    def texts(self) -> int:
+        """Of an example: a pair has two."""
+        return 2 if self.stage == "reward" else 1
 
     @property
     def minibatch(self) -> int:
@@ -90,11 +102,16 @@ class Setup:
         """Tokens of the longest sequence."""
         return self.prompt + self.sampling.max_new_tokens
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text; the reward stage's ends with one that nobody reads."""
+        return self.prompt if self.stage == "reward" else self.length
+
     def rows(self, size: int | None, most: int) -> int:
         """Return the rows of a forward: as many as asked for, or as the budget of tokens allows."""
         budget = self.ppo.micro_batch_tokens
         if size is None and budget is not None:
-            size = max(1, budget // self.length)
+            size = max(1, budget // (self.longest * self.texts))
         return max(1, min(size or most, most))
 
     @property
@@ -102,7 +119,7 @@ class Setup:
         """What asks for bfloat16: the precision, or the roles that are held in it."""
         if self.precision.startswith("bf16"):
             return [f"trainer.precision: {self.precision}"]
-        models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        models = {self.role: self.actor, "critic": self.critic, "reference": self.reference}
         models |= {name: model for name, (model, _) in self.rewards.items()}
         return [n for n, m in models.items() if m is not None and m.dtype == torch.bfloat16 and m.device is None]
 
@@ -139,17 +156,11 @@ def read_setup(
     lora = None if model.get("lora") is None else from_dict(LoRAConfig, model["lora"])
     precision = str(trainer.get("precision") or "32-true")
     true = TRUE.get(precision)
-    callbacks = [_callback(c) for c in _listed(trainer.get("callbacks"))]
     shared = model.get("layout", "separate") == "shared" and ppo.has_critic
     notes: list[str] = []
 
     def role(name: str, given: Any, *, trained: bool) -> Model:
-        options = given if isinstance(given, RoleConfig) else from_dict(RoleConfig, _as_role(given))
-        dtype = resolve_dtype(options.dtype, trained=trained, device=torch.device("cuda"), true_dtype=true)
-        return Model(
-            shapes(name, options), dtype, options.quantize, options.device,
-            sharded=options.sharded is not False and options.device is None,
-        )  # fmt: skip
+        return read_model(name, given, shapes, trained=trained, true=true)
 
     full = lora is None
     actor = role("actor", model["actor"], trained=full)
@@ -192,15 +203,42 @@ def read_setup(
         notes.append(
             f"`data.max_prompt_length` is not set: prompts of {prompt} tokens, all that the context holds, are assumed."
         )
-    family = _family(strategy or trainer.get("strategy"), gpus)
-    flat = family == "fsdp" and "parallel" not in str(strategy or trainer.get("strategy")).lower()
     setup = Setup(
         actor, critic, reference, rewards, ppo, sampling, optim, lora, shared, precision, int(prompt),
         episodes=-(-int(data.get("batch_size") or 512) * sampling.samples_per_prompt // gpus), ranks=gpus,
-        family=family, flat=flat, card=card, frozen=frozen, notes=notes,
+        card=card, frozen=frozen, notes=notes, **spread(strategy or trainer.get("strategy"), gpus),
     )  # fmt: skip
-    for name, options in callbacks:
-        _apply(setup, name, options)
+    return completed(setup, trainer)
+
+
+def read_model(name: str, given: Any, shapes: Shapes, *, trained: bool, true: torch.dtype | None) -> Model:
+    """Read one role's model.
+
+    Args:
+        name: Of the role.
+        given: What the configuration says: a source, or the options of a `RoleConfig`.
+        shapes: From role and source to a transformers configuration.
+        trained: Whether an optimizer updates these very weights.
+        true: What the trainer's precision makes of every weight, or None.
+    """
+    options = given if isinstance(given, RoleConfig) else from_dict(RoleConfig, _as_role(given))
+    dtype = resolve_dtype(options.dtype, trained=trained, device=torch.device("cuda"), true_dtype=true)
+    return Model(
+        shapes(name, options), dtype, options.quantize, options.device,
+        sharded=options.sharded is not False and options.device is None,
+    )  # fmt: skip
+
+
+def completed(setup: Setup, trainer: Mapping[str, Any]) -> Setup:
+    """Take the trainer's callbacks into account, and what the strategy does not do.
+
+    Args:
+        setup: All the rest; it is changed.
+        trainer: Its options.
+    """
+    for given in _listed(trainer.get("callbacks")):
+        _apply(setup, *_callback(given))
+    family, optim, notes = setup.family, setup.optim, setup.notes
     if family == "fsdp" and optim.paged:
         setup.optim = replace(optim, paged=False)
         notes.append("`optim.paged` is refused under FSDP, whose state stays with its shards: counted without it.")
@@ -212,7 +250,7 @@ def read_setup(
 def _apply(setup: Setup, name: str, options: dict[str, Any]) -> None:
     """Take a callback into account."""
     models = {
-        "actor": setup.actor,
+        setup.role: setup.actor,
         "critic": setup.critic,
         "reference": setup.reference,
         **{n: m for n, (m, _) in setup.rewards.items()},
@@ -257,6 +295,20 @@ def config_file(path: str | Path) -> Any:
             f"`--model-config {path}` cannot be read ({type(error).__name__}: {error}). Give the config.json of a "
             "transformers model, or its folder."
         ) from error
+
+
+def spread(strategy: Any, gpus: int) -> dict[str, Any]:
+    """Return `family` and `flat` of a `Setup`.
+
+    Args:
+        strategy: As the trainer's options say it, or None.
+        gpus: Of the run.
+
+    Raises:
+        ValueError: A strategy that is not known.
+    """
+    family = _family(strategy, gpus)
+    return {"family": family, "flat": family == "fsdp" and "parallel" not in str(strategy).lower()}
 
 
 def _family(strategy: Any, gpus: int) -> str:

@@ -49,7 +49,13 @@ def rows_of(count: int, prompt: int, new: int) -> Rollout:
 
 
 def training_step(
-    view: Any, rollout: Rollout, *, autocast: torch.dtype | None, checkpoint: int | None, offload: float | None
+    view: Any,
+    rollout: Rollout,
+    *,
+    autocast: torch.dtype | None,
+    checkpoint: int | None,
+    offload: float | None,
+    options: dict[str, Any],
 ) -> Step:
     """Trace one role's part of a micro-batch.
 
@@ -60,6 +66,7 @@ def training_step(
         autocast: Under `torch.autocast` to this dtype.
         checkpoint: Recompute every n-th layer.
         offload: MiB from which saved tensors are not on the GPU.
+        options: What the view is called with.
     """
     store = view.store.train()
     stack = [layer for _, _, layer in layers(store)]
@@ -88,7 +95,6 @@ def training_step(
                 handles.append(parameter.register_post_accumulate_grad_hook(_drop))
         tracker.mark("forward")
         with _away(offload):
-            options = {"entropy": True, "temperature": 0.7} if view.output == "logprobs" else {}
             output, _ = view(rollout, **options)
             loss = (output * rollout.mask).sum()
         del output
@@ -106,12 +112,11 @@ def training_step(
     return Step(Line(kept - slope * depth, slope), peaks | {"bottom": Line(segments.get("bottom", 0), 0)})
 
 
-def scoring(view: Any, rollout: Rollout, *, autocast: torch.dtype | None) -> int:
+def scoring(view: Any, rollout: Rollout, *, autocast: torch.dtype | None, options: dict[str, Any]) -> int:
     """Return the peak of a forward without gradients, which does not depend on the number of layers."""
     view.store.eval()
     with tracing() as tracker, kernels(), torch.no_grad(), _autocast(autocast):
         tracker.ignore(view.store)
-        options = {"entropy": True, "temperature": 0.7} if view.output == "logprobs" else {}
         view(rollout, **options)
     return tracker.peak
 
