@@ -154,6 +154,26 @@ def test_truncated_and_suppressed_distributions_are_those_of_hf(options):
     )
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(("lengths", "new", "options"), [
+    ([3], 1, {}),  # one token of one response
+    ([63, 2, 63], 1, {"stop_strings": ["w1"]}),  # a prompt as long as the context allows
+    ([60, 1, 59], 4, {"top_k": 1000}),  # more than there are
+    ([1, 4], 60, {"top_k": 9, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8}),
+    ([5] * 9, 9, {"stop_tokens": list(range(64))}),  # every token ends
+])  # fmt: skip
+def test_extremes(kind, lengths, new, options):
+    model = make(kind, 2.0)
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for number, (row, n) in enumerate(zip(ids, lengths, strict=True)):
+        row[-n:] = (torch.arange(n) * 7 + number) % (tiny.VOCAB - 3) + 3
+    count = len(lengths)
+    prompts = Prompts(ids, torch.tensor(lengths), torch.arange(count), [""] * count, [None] * count, [{}] * count)
+    chosen = sampling(model, max_new_tokens=new, entropy=True, **options)
+    ours = GraphEngine(view(model), max_rows=2, read_behind=1).generate(prompts, chosen, DRAW)
+    assert_same(ours, HFEngine(view(model)).generate(prompts, chosen, DRAW))
+
+
 def test_one_engine_serves_longer_shorter_larger_and_smaller_rollouts():
     model = tiny.model(scale=1.0)
     engine = GraphEngine(view(model), max_rows=4)

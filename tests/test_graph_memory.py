@@ -8,6 +8,7 @@ import torch
 from test_graph_engine import DRAW, assert_same, sampling, view
 
 from lit_ppo.rollout.cache import SlotCache
+from lit_ppo.rollout.capture import CaptureFailed, Captures
 from lit_ppo.rollout.graph import GraphEngine, Unservable
 from lit_ppo.rollout.hf import HFEngine
 from lit_ppo.rollout.select import AutoEngine
@@ -63,6 +64,29 @@ def test_no_slot_at_all_is_an_error_that_says_what_to_lower(monkeypatch):
     ):
         engine.generate(tiny.prompts(2), sampling(model), DRAW)
     assert engine._cache is None
+
+
+def test_a_capture_that_breaks_off_is_told_in_a_line(monkeypatch):
+    """As far as it goes without CUDA: the engine's own path, with a capture that cannot work here."""
+    model = tiny.model(scale=1.0)
+    said = []
+    monkeypatch.setattr("lit_ppo.rollout.select.rank_zero_info", said.append)
+    auto = AutoEngine(view(model), capture=True)
+    auto.engine = GraphEngine(view(model), capture=True)
+
+    def run(self, key, work, device):
+        work()
+        raise CaptureFailed("RuntimeError: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Captures, "run", run)
+    prompts, options = tiny.prompts(3), sampling(model)
+    ours = auto.generate(prompts, options, DRAW)
+    assert_same(ours, HFEngine(view(model)).generate(prompts, options, DRAW))
+    assert isinstance(auto.engine, HFEngine)
+    assert said == [
+        "The graph engine cannot serve LlamaForCausalLM: its decode step cannot be captured (RuntimeError: operation "
+        "not permitted when stream is capturing). Rollouts use transformers' `generate`."
+    ]
 
 
 @pytest.mark.gpu

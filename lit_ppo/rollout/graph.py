@@ -25,6 +25,7 @@ from lit_ppo.roles.model import RoleView
 from lit_ppo.rollout.base import Draw, RolloutEngine, Sampling
 from lit_ppo.rollout.board import INDEX, LENGTH, SLOT, STEP, TOKEN, Board, Cutter, Look
 from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache, free_bytes
+from lit_ppo.rollout.capture import CaptureFailed, Captures, in_a_line
 from lit_ppo.rollout.fused import FusedTrunk, unfusable
 from lit_ppo.rollout.sampler import DeviceSampler, sampling_key
 from lit_ppo.rollout.scheduler import Feeder, bucket_of, chunks, entries
@@ -77,11 +78,8 @@ class GraphEngine(RolloutEngine):
         self._board: Board | None = None
         self._trunk: Any = None
         self._samplers: dict[Any, DeviceSampler] = {}
-        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._graphs = Captures()
         self._addresses: tuple[int, ...] = ()
-        self._pool: Any = None
-        self._captures = 0
-        self._graph_bytes = 0
         self._limited = False  # whether the cache has fewer slots than it could use
 
     # ----------------------------------------------------------------------------------------------- the protocol
@@ -129,23 +127,18 @@ class GraphEngine(RolloutEngine):
 
     def release(self) -> None:
         """Give back everything the engine holds on the device."""
-        self._forget_graphs()
+        self._graphs.forget()
         self._samplers.clear()
         self._cache = self._board = None
 
     def memory_bytes(self) -> dict[str, int]:
         """Return what slots and graphs hold between rollouts."""
         cache = 0 if self._cache is None else self._cache.keys.nbytes + self._cache.values.nbytes
-        return {"KV cache": cache, "CUDA graphs": self._graph_bytes}
+        return {"KV cache": cache, "CUDA graphs": self._graphs.bytes}
 
     def rows_at_once(self, total: int) -> int:
         """Return how many of `total` sequences are decoded together, memory permitting."""
         return min(total, self.max_rows)
-
-    def _forget_graphs(self) -> None:
-        self._graphs.clear()
-        self._graph_bytes = 0
-        self._pool = None  # a pool does not outlive its last graph
 
     # ------------------------------------------------------------------------------------------------ one rollout
 
@@ -193,7 +186,7 @@ class GraphEngine(RolloutEngine):
             "seconds": _seconds(start, self._now()),
             "prefill_seconds": _seconds(start, filled),
             "steps": steps,
-            "captures": self._captures,
+            "captures": self._graphs.count,
         }
         ended = torch.tensor(lengths, device=prompts.ids.device)
         longest = max(lengths)
@@ -245,29 +238,13 @@ class GraphEngine(RolloutEngine):
         if not (device.type == "cuda" if self.capture is None else self.capture):
             self._decode(rows, bound, sampler)
             return
-        key = rows, sampling_key(sampling)
-        if key in self._graphs:
-            self._graphs[key].replay()
-            return
         assert self._cache is not None
-        self._decode(rows, self._cache.width, sampler)  # this step, and what the capture must find warm
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph, reserved = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved(device)
+        width = self._cache.width
         try:
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(device)),  # back to it, even if the capture breaks off
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-            ):
-                self._decode(rows, self._cache.width, sampler)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as cause:  # a forward that asks the device something, as routers of experts may
+            self._graphs.run((rows, sampling_key(sampling)), lambda: self._decode(rows, width, sampler), device)
+        except CaptureFailed as cause:  # of a model whose forward asks the device something, as some routers of experts
             self.release()
-            raise self._cannot(f"its decode step cannot be captured ({_line(cause.__context__ or cause)})") from cause
-        self._graphs[key] = graph
-        self._graph_bytes += max(0, torch.cuda.memory_reserved(device) - reserved)
-        self._captures += 1
+            raise self._cannot(f"its decode step cannot be captured ({cause})") from cause
 
     def _decode(self, rows: int, bound: int, sampler: DeviceSampler) -> None:
         board, cache, kind = self._board, self._cache, self.policy.device.type
@@ -290,7 +267,7 @@ class GraphEngine(RolloutEngine):
         if self._trunk is not None and self._addresses == self._where():
             self._trunk.refresh()
             return
-        self._forget_graphs()
+        self._graphs.forget()
         reason = unservable(base)
         if reason is not None:
             raise self._cannot(reason)
@@ -324,7 +301,7 @@ class GraphEngine(RolloutEngine):
         except torch.OutOfMemoryError:
             raise
         except Exception as cause:  # whatever an unknown model or an unknown compiler raises: `generate` still works
-            return _line(cause)
+            return in_a_line(cause)
         half = self.policy.store.base.get_input_embeddings().weight.dtype.itemsize < 4
         limit = 0.05 if half or torch.is_autocast_enabled(self.policy.device.type) else 1e-3
         if error <= limit:
@@ -396,11 +373,6 @@ class GraphEngine(RolloutEngine):
             vocab = self.policy.store.base.get_output_embeddings().weight.shape[0]
             self._samplers[key] = DeviceSampler(sampling, vocab, self.policy.device, self._kernels())
         return self._samplers[key]
-
-
-def _line(cause: BaseException) -> str:
-    """Return an error in a line."""
-    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _seconds(start: Any, end: Any) -> float:
