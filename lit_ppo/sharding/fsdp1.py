@@ -65,6 +65,7 @@ class FSDP1(Replicated):
         if mixed is not None:  # rotary frequencies rounded to bfloat16 would lose their place after some hundred tokens
             strategy.mixed_precision = replace(mixed, buffer_dtype=None)
         self._whole: set[nn.Parameter] = set()
+        self._plain: list[Any] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     def place(self, store: nn.Module, source: Source) -> nn.Module:
@@ -90,6 +91,8 @@ class FSDP1(Replicated):
                 # Without a gradient, and on one rank, FSDP leaves a unit's weights as plain tensors after a backward,
                 # and would then take these for weights that somebody had put in place of its parameters.
                 unit._handle._skip_writeback_check = True
+                if not unit._handle.uses_sharded_strategy:
+                    self._plain.append(unit._handle)
         self.strategy.kwargs.pop("auto_wrap_policy", None)  # applied: Lightning need not warn that it is not
         return wrapped
 
@@ -133,7 +136,12 @@ class FSDP1(Replicated):
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Add gradients on the CPU up, of which FSDP with `cpu_offload` keeps those of the last backward alone."""
+        """Add gradients on the CPU up, of which FSDP with `cpu_offload` keeps those of the last backward alone.
+
+        And make parameters again of what FSDP left as plain tensors: a checkpoint would miss them.
+        """
+        for handle in self._plain:
+            handle._use_unsharded_views(as_params=True)
         if self.device.type == "cpu" or not self.strategy.cpu_offload.offload_params:
             return
         for parameter in self.strategy.model.parameters():
@@ -155,23 +163,20 @@ class FSDP1(Replicated):
         """Clip by the norm over all shards, of which a rank may hold none, and of what is whole."""
         grads = [p.grad for p in parameters if p.grad is not None and p not in self._whole]
         whole = [p.grad for p in parameters if p.grad is not None and p in self._whole]
-        found = self._squares(grads)
+        squares = sum((g.float().square().sum() for g in grads), torch.zeros((), device=self.device)).float()
+        found = torch.stack([squares, torch.full_like(squares, len(grads))])
         if self.strategy.sharding_strategy != ShardingStrategy.NO_SHARD:
             dist.all_reduce(found, group=self._group())
-        found += self._squares(whole)
-        if not found[1]:
+        norm = nn.utils.get_total_norm(whole)  # to the bit that of other strategies, where that is all
+        if found[1]:
+            norm = (found[0] + norm.float().square()).sqrt()
+        elif not whole:
             return None
-        norm = found[0].sqrt()
         if limit != float("inf"):
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
             for grad in grads + whole:
                 grad.mul_(scale.to(grad))
         return norm
-
-    def _squares(self, grads: list[Tensor]) -> Tensor:
-        """Return the sum of their squares, and how many they are."""
-        squares = sum((g.float().square().sum() for g in grads), torch.zeros((), device=self.device))
-        return torch.stack([squares.float(), torch.tensor(float(len(grads)), device=self.device).float()])
 
     def _group(self) -> Any:
         """The ranks that one copy of the weights is cut over: all, or with HYBRID_SHARD those of a node."""

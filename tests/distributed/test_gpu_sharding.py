@@ -80,12 +80,13 @@ def test_precisions(tmp_path, strategy, precision):
     assert {b.dtype for b in buffers} == {torch.float32}  # rotary frequencies
 
 
+@pytest.mark.parametrize("case", ["full", "shared"])  # one dtype, and float32 adapters on a bfloat16 trunk
 @pytest.mark.parametrize("strategy", ["fsdp", "FSDPStrategy", "fsdp2", "fsdp2-full"])
-def test_a_resumed_run_goes_on(tmp_path, strategy):
+def test_a_resumed_run_goes_on(tmp_path, strategy, case):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
-    _, want, whole = fit("full", tmp_path, STRATEGIES[strategy](), callbacks=[saver], enable_checkpointing=True)
+    _, want, whole = fit(case, tmp_path, STRATEGIES[strategy](), callbacks=[saver], enable_checkpointing=True)
     torch.distributed.destroy_process_group()
-    _, got, watch = fit("full", tmp_path, STRATEGIES[strategy](), whole.rollouts, ckpt=str(tmp_path / "step=8.ckpt"))
+    _, got, watch = fit(case, tmp_path, STRATEGIES[strategy](), whole.rollouts, ckpt=str(tmp_path / "step=8.ckpt"))
     assert len(watch.metrics) == cases.ITERATIONS - 2
     for name, weight in want.items():
         torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
