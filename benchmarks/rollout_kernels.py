@@ -78,18 +78,19 @@ def attention(shape: dict[str, Any], batch: int, context: int, device: str, rate
 
 
 def sampling(vocab: int, batch: int, device: str, rate: float) -> None:
-    """Time the sampler, with and without noise."""
+    """Time the sampler, with and without noise, and with entropies."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     logits = [torch.randn(batch, vocab, device=device, dtype=dtype) for _ in range(4)]
     base, index = torch.zeros((), dtype=torch.int64, device=device), torch.arange(batch, device=device)
     for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8)):
         sampling_kernels.SAMPLE_BLOCK, sampling_kernels.SAMPLE_WARPS = block, warps
-        for temperature in (1.0, 0.0):
+        for temperature, entropy in ((1.0, False), (0.0, False), (1.0, True)):
 
-            def work(i: int, temperature: float = temperature) -> None:
-                kernels.sample(logits[i % 4], temperature, None, base, index, index)
+            def work(i: int, temperature: float = temperature, entropy: bool = entropy) -> None:
+                kernels.sample(logits[i % 4], temperature, None, base, index, index, entropy)
 
             name = f"sampling {batch} x {vocab}, block {block} warps {warps}, temperature {temperature:g}"
+            name += ", entropy" * entropy
             show(name, microseconds(work, device), batch * vocab * dtype.itemsize, rate)
 
 

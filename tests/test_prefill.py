@@ -13,6 +13,7 @@ from lit_ppo.experience import Prompts
 from lit_ppo.roles.attention import AttentionSpec
 from lit_ppo.rollout import cache
 from lit_ppo.rollout.cache import PrefillAttention, SlotCache, causal_attention
+from lit_ppo.rollout.fused import FusedTrunk
 from lit_ppo.rollout.graph import GraphEngine
 from lit_ppo.rollout.hf import HFEngine
 from lit_ppo.rollout.scheduler import chunks
@@ -128,3 +129,15 @@ def test_every_kind_of_attention_sees_the_earlier_pieces(kind, monkeypatch):
         assert_same(engine.generate(prompts, options, DRAW), expected)
         assert size // 2 < max(forwards) <= size
         assert sum(forwards) == 32 + 6 + 49 + 49 + 11
+
+
+def test_fused_layers_read_prompts_in_pieces():
+    pytest.importorskip("triton")
+    from test_graph_fused import DEVICE, setup, small
+
+    policy, options = setup(small("qwen3"), max_new_tokens=2)
+    prompts = long_prompts([9, 4]).to(DEVICE)
+    engine = GraphEngine(policy, use_kernels=True, prefill_tokens=3)
+    ours = engine.generate(prompts, options, DRAW)
+    assert isinstance(engine._trunk, FusedTrunk)
+    assert_same(ours, HFEngine(policy).generate(prompts, options, DRAW))
