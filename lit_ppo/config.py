@@ -27,6 +27,7 @@ ADVANTAGES = ("gae", "grpo", "rloo", "reinforce_pp")
 SCHEDULES = ("linear", "cosine", "constant")
 LAYOUTS = ("separate", "shared")
 QUANTIZE = ("none", "nf4", "fp4", "int8")
+QUANTIZE_EMBEDDINGS = ("none", "int8")
 ENGINES = ("auto", "hf", "graph")
 
 
@@ -95,6 +96,9 @@ class RoleConfig:
     quantize: str = "none"
     """none, nf4, fp4 or int8: hold frozen weights in 4 or 8 bits, quantized while they are loaded. Of the actor and the
     critic it is the trunk under the adapters (needs `lora`). Heads and embeddings stay as they are."""
+    quantize_embeddings: str = "none"
+    """none or int8: hold the embeddings, of the input and of the output, as int8 rows with a scale each. They are then
+    frozen: of the actor and the critic it needs `lora`."""
     sharded: bool | None = None
     """Frozen roles only, under FSDP: cut over the ranks as trained roles are, or whole on each. None: cut, unless
     quantized or with a `device` of its own."""
@@ -108,6 +112,7 @@ class RoleConfig:
         check_types("role", self)
         choice("role", "dtype", self.dtype, DTYPES)
         choice("role", "quantize", self.quantize, QUANTIZE)
+        choice("role", "quantize_embeddings", self.quantize_embeddings, QUANTIZE_EMBEDDINGS)
         check_revision("role", self)
 
 

@@ -13,6 +13,7 @@ import torch
 from lit_ppo.config import PPOConfig, SamplingConfig, choice, from_dict
 from lit_ppo.hf_folder import check_target, no_bars, save_adapter, write_folder
 from lit_ppo.roles.adapters import tuner_layers
+from lit_ppo.roles.int8 import Int8Rows
 from lit_ppo.roles.sources import first_line
 from lit_ppo.sharding.folders import read_folder
 
@@ -107,6 +108,11 @@ def merged(base: Any, adapter: str) -> Any:
     Raises:
         ValueError: The trunk is quantized, or the adapter is on one of two tied embeddings.
     """
+    if any(isinstance(module, Int8Rows) for module in base.modules()):
+        raise ValueError(
+            "`merge`: the embeddings are in 8 bits (`quantize_embeddings`), and a merged model would keep their "
+            "rounding. Export the adapter without `merge`, and merge it into the original model."
+        )
     state: dict[str, torch.Tensor] = {}
     for name, tensor in base.state_dict().items():
         if "lora_" not in name:

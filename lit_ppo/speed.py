@@ -105,7 +105,7 @@ class Work:
         numbers = size = 0
         for name, module in model.named_modules():
             weight = module._parameters.get("weight")
-            if isinstance(module, nn.Embedding) or weight is None or module is without or "lora_" in name:
+            if hasattr(module, "num_embeddings") or weight is None or module is without or "lora_" in name:
                 continue
             linear = isinstance(module, nn.Linear)  # whose weight, in 4 bits, is a column of bytes
             if linear or weight.dim() == 2:

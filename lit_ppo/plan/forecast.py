@@ -396,4 +396,4 @@ class Forecast:
 
 
 def _key(model: Model | None) -> Any:
-    return None if model is None else (id(model.config), model.dtype, model.quantize)
+    return None if model is None else (id(model.config), model.dtype, model.quantize, model.embeddings)

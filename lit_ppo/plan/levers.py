@@ -172,6 +172,11 @@ def _of_ppo(s: Setup) -> Iterator[tuple[Lever, Change]]:
             Lever("model.actor.quantize: nf4", "a 4-bit trunk: some accuracy, and a slower rollout"),
             put("model.actor.quantize", "nf4"),
         )
+    if s.lora is not None and s.actor.embeddings == "none" and s.family != "fsdp":
+        yield (
+            Lever("model.actor.quantize_embeddings: int8", "log-probs off by about a hundredth; a slower head"),
+            put("model.actor.quantize_embeddings", "int8"),
+        )
     if s.reference is not None:
         if s.reference.quantize == "none":
             yield (

@@ -14,6 +14,7 @@ from lit_ppo.plan.setup import TRUE, Model, Setup
 from lit_ppo.plan.stand_ins import quantize
 from lit_ppo.plan.track import ROUND, faking
 from lit_ppo.roles.build import RolePlan, Roles, build_roles
+from lit_ppo.roles.int8 import quantize_embeddings_
 from lit_ppo.roles.single import OneRole, build_scorer
 
 HEADS = ("score", "classifier", "lm_head", "head", "v_head", "value_head", "lora_A", "lora_B")
@@ -102,7 +103,10 @@ def fake_model(model: Model, depth: int, *, classifier: bool = False) -> Any:
         changes["pad_token_id"] = 0
     with torch.device("meta"):
         config = shallow(model.config, depth, **changes)
-        return kind.from_config(config, dtype=model.dtype, attn_implementation="sdpa").eval()
+        made = kind.from_config(config, dtype=model.dtype, attn_implementation="sdpa").eval()
+        if model.embeddings != "none":
+            quantize_embeddings_(made, "quantize_embeddings")
+        return made
 
 
 def pretend(module: nn.Module) -> nn.Module:

@@ -35,6 +35,8 @@ class Model:
     """Its transformers configuration."""
     dtype: torch.dtype
     quantize: str = "none"
+    embeddings: str = "none"
+    """none or int8."""
     device: str | None = None
     """Of a frozen role that is kept elsewhere; None: the rank's own."""
     offload: bool = False
@@ -224,7 +226,7 @@ def read_model(name: str, given: Any, shapes: Shapes, *, trained: bool, true: to
     options = given if isinstance(given, RoleConfig) else from_dict(RoleConfig, _as_role(given))
     dtype = resolve_dtype(options.dtype, trained=trained, device=torch.device("cuda"), true_dtype=true)
     return Model(
-        shapes(name, options), dtype, options.quantize, options.device,
+        shapes(name, options), dtype, options.quantize, options.quantize_embeddings, options.device,
         sharded=options.sharded is not False and options.device is None,
     )  # fmt: skip
 

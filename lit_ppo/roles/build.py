@@ -14,6 +14,7 @@ from torch import nn
 
 from lit_ppo.config import LAYOUTS, LoRAConfig, RoleConfig, choice, from_dict
 from lit_ppo.roles.adapters import POLICY, VALUE, FrozenAdapter, add_adapters
+from lit_ppo.roles.int8 import quantize_embeddings_
 from lit_ppo.roles.loading import (
     critic_from,
     disable_dropout,
@@ -30,6 +31,9 @@ from lit_ppo.roles.sources import check_architecture, first_line, model_config
 
 SCORERS = ("critic", "reward")
 """Roles with a scalar head."""
+
+EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
+"""What transformers calls the embeddings of its decoders."""
 
 Source = str | os.PathLike[str] | RoleConfig | dict[str, Any] | nn.Module | None
 
@@ -164,11 +168,7 @@ def plan_roles(
         if name in configs and isinstance(source, RoleConfig):
             check_architecture(name, configs[name], critic=name == "critic")
             check_quantize(f"{name}.quantize", source.quantize, configs[name])
-            if source.quantize != "none" and name != "reference" and lora is None:
-                raise ValueError(
-                    f"`{name}.quantize={source.quantize!r}`: quantized weights cannot train. Give `lora`, which trains "
-                    "adapters on them, or leave it out."
-                )
+            check_frozen(name, source, lora)
     config = configs["actor"]
     for name, other in configs.items():
         ours, theirs = config.get_text_config().vocab_size, other.get_text_config().vocab_size
@@ -178,8 +178,10 @@ def plan_roles(
                 "they read the same token ids, so they must share a tokenizer."
             )
     if sources["critic"] is None and has_critic and layout == "separate" and critic_start is not None:
-        held = sources["actor"].quantize if isinstance(sources["actor"], RoleConfig) else "none"
-        start = replace(critic_start, quantize=held)
+        start = critic_start
+        if isinstance(sources["actor"], RoleConfig):
+            held = sources["actor"]
+            start = replace(start, quantize=held.quantize, quantize_embeddings=held.quantize_embeddings)
         if _same_backbone(config, read_config("critic", start)):
             sources["critic"] = start
     if sources["critic"] is None and has_critic and layout == "separate":
@@ -195,6 +197,32 @@ def plan_roles(
         config=config,
         seed=seed,
     )
+
+
+def check_frozen(name: str, source: RoleConfig, lora: LoRAConfig | None) -> None:
+    """Check that no quantized weight is to be trained.
+
+    Args:
+        name: Of the role.
+        source: Its options.
+        lora: The run's adapters.
+
+    Raises:
+        ValueError: One is.
+    """
+    for option in ("quantize", "quantize_embeddings"):
+        if getattr(source, option) != "none" and name != "reference" and lora is None:
+            raise ValueError(
+                f"`{name}.{option}={getattr(source, option)!r}`: quantized weights cannot train. Give `lora`, which "
+                "trains adapters on them, or leave it out."
+            )
+    targets = [] if lora is None or isinstance(lora.target_modules, str) else lora.target_modules
+    adapted = [target for target in targets if target.rsplit(".", 1)[-1] in EMBEDDINGS]
+    if adapted and source.quantize_embeddings != "none" and name != "reference":
+        raise ValueError(
+            f"`lora.target_modules` names {adapted[0]!r}, and `{name}.quantize_embeddings="
+            f"{source.quantize_embeddings!r}` holds it in a form that takes no adapter. Leave one of the two out."
+        )
 
 
 def build_roles(plan: RolePlan, device: torch.device) -> Roles:
@@ -340,8 +368,12 @@ def load_role(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device:
             f"`{role}.dtype={source.dtype!r}` contradicts the trainer's precision, which makes every trained weight "
             f"{_name(plan.true_dtype)}. Leave one of the two out."
         )
+    embeddings = f"{role}.quantize_embeddings={source.quantize_embeddings!r}"
     if plan.empty:  # then there are no transforms
-        return empty_model(source, dtype, critic=role in SCORERS)
+        model = empty_model(source, dtype, critic=role in SCORERS)
+        if source.quantize_embeddings != "none":
+            quantize_embeddings_(model, embeddings)
+        return model
     extra = plan.load_kwargs.get(role, {})
     if source.quantize != "none":
         if "quantization_config" in extra:
@@ -368,6 +400,8 @@ def load_role(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device:
         ) from error
     if source.quantize != "none":
         make_movable(model)
+    if source.quantize_embeddings != "none":
+        quantize_embeddings_(model, embeddings)
     if not trained:
         model.requires_grad_(False)  # before the transforms: only what is frozen may be quantized
     return model if role == "actor" else _transform(role, model, plan)

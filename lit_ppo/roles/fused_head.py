@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lit_ppo.roles.int8 import Int8Head, dtype_of, product, transposed
+
 NEVER = -1e30
 """Logit of a suppressed token: its probability is exactly 0 and, unlike -inf, 0 * NEVER is not NaN."""
 
@@ -158,7 +160,10 @@ def kernels_for(logits: Tensor) -> ModuleType | None:
 
 
 class _FusedHead(torch.autograd.Function):
-    """(N, H) hidden states, (V, H) weight, (V,) bias or None -> (N,) log-probs and entropies."""
+    """(N, H) hidden states, (V, H) weight, (V,) bias or None -> (N,) log-probs and entropies.
+
+    With `scale`, (V,) float32, the weight is int8 rows and frozen.
+    """
 
     @staticmethod
     def forward(
@@ -166,6 +171,7 @@ class _FusedHead(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        scale: Tensor | None,
         targets: Tensor,
         tempering: Tempering,
         entropy: bool,
@@ -174,10 +180,10 @@ class _FusedHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Compute chunk by chunk."""
         results = [torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(3)]
-        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        w, b = weight if scale is not None else weight.to(dtype), None if bias is None else bias.to(dtype)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = nn.functional.linear(hidden[part].to(dtype), w, b)
+            logits = _logits(hidden[part].to(dtype), w, b, scale)
             kernels = kernels_for(logits)
             run = plain_forward if kernels is None else kernels.forward
             found = run(logits, targets[part], tempering, entropy)
@@ -186,7 +192,7 @@ class _FusedHead(torch.autograd.Function):
                     row[part] = x
             del logits, found
         logprobs, totals, entropies = results
-        ctx.save_for_backward(hidden, weight, bias, targets, totals, entropies)
+        ctx.save_for_backward(hidden, weight, bias, scale, targets, totals, entropies)
         ctx.tempering, ctx.rows, ctx.dtype = tempering, rows, dtype
         ctx.set_materialize_grads(False)
         if not entropy:
@@ -197,10 +203,10 @@ class _FusedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> Any:
         """Compute each chunk's logits again, and from them all gradients."""
-        hidden, weight, bias, targets, totals, entropies = ctx.saved_tensors
+        hidden, weight, bias, scale, targets, totals, entropies = ctx.saved_tensors
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(totals)
-        w, b = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
+        w, b = weight if scale is not None else weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight) if need_weight else None
@@ -208,7 +214,7 @@ class _FusedHead(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
             h = hidden[part].to(ctx.dtype)
-            logits = nn.functional.linear(h, w, b)
+            logits = _logits(h, w, b, scale)
             kernels = kernels_for(logits)
             run = plain_backward if kernels is None else kernels.backward_
             grad = run(
@@ -216,7 +222,7 @@ class _FusedHead(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[part].contiguous(),
             )  # fmt: skip
             if grad_hidden is not None:
-                grad_hidden[part] = grad @ w
+                grad_hidden[part] = grad @ w if scale is None else transposed(grad, w, scale)
             if grad_weight is not None and weight.dtype == ctx.dtype:
                 grad_weight.addmm_(grad.t(), h)
             elif grad_weight is not None:
@@ -225,18 +231,32 @@ class _FusedHead(torch.autograd.Function):
                 grad_bias += grad.sum(0, dtype=torch.float32)
             del logits, grad
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    """(n, H) -> (n, V), in the dtype of the states."""
+    if scale is None:
+        return nn.functional.linear(hidden, weight, bias)
+    logits = product(hidden, weight, scale)
+    return logits if bias is None else logits.add_(bias)
 
 
 def fusable(head: Any) -> bool:
-    """Whether a head is a plain linear layer: no adapter, no quantization, no hook, so that its weight says it all."""
+    """Whether a head is a plain linear layer, perhaps in int8: no adapter, no hook, so that its weight says it all."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    own = type(head) is nn.Linear and "forward" not in vars(head)
-    return own and not any(getattr(head, name) for name in hooks) and head.weight.is_floating_point()
+    plain = type(head) is Int8Head or (type(head) is nn.Linear and head.weight.is_floating_point())
+    return plain and "forward" not in vars(head) and not any(getattr(head, name) for name in hooks)
 
 
 def fused_logprobs(
-    hidden: Tensor, targets: Tensor, head: nn.Linear, tempering: Tempering, *, entropy: bool, chunk_elements: int
+    hidden: Tensor,
+    targets: Tensor,
+    head: nn.Linear | Int8Head,
+    tempering: Tempering,
+    *,
+    entropy: bool,
+    chunk_elements: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `targets`, and the entropy, under softmax(tempering(head(hidden))).
 
@@ -255,10 +275,11 @@ def fused_logprobs(
     Returns:
         (N,) float32 log-probs, and (N,) float32 entropies or None.
     """
-    weight, device = head.weight, hidden.device.type
-    autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
+    weight, device, own = head.weight, hidden.device.type, dtype_of(head)
+    autocast = torch.is_autocast_enabled(device) and own != torch.float64
+    dtype = torch.get_autocast_dtype(device) if autocast else own
+    scale = head.scale if isinstance(head, Int8Head) else None
     rows = max(1, chunk_elements // head.out_features)
     rows -= rows % 128 if rows > 128 else 0  # whole tiles of the matrix products
-    logprobs, entropies = _FusedHead.apply(hidden, weight, head.bias, targets, tempering, entropy, rows, dtype)
+    logprobs, entropies = _FusedHead.apply(hidden, weight, head.bias, scale, targets, tempering, entropy, rows, dtype)
     return logprobs, entropies if entropy else None

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_ppo.config import LoRAConfig
+from lit_ppo.config import LoRAConfig, RoleConfig
 from lit_ppo.roles.adapters import VALUE, add_adapters
-from lit_ppo.roles.build import RolePlan, Source, check_source, load_role, read_config, sourceless
+from lit_ppo.roles.build import RolePlan, Source, check_frozen, check_source, load_role, read_config, sourceless
 from lit_ppo.roles.loading import critic_from, empty_model
 from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.roles.names import trained_parameters
+from lit_ppo.roles.quantized import check_quantize
 from lit_ppo.roles.sources import first_line
 
 
@@ -62,6 +63,10 @@ def plan_role(role: str, source: Source, lora: LoRAConfig | None, seed: int) -> 
     found = check_source(role, source)
     if found is None or sourceless(found):
         raise ValueError(f"`{role}` is missing: give a folder, a Hugging Face id, or a transformers model.")
+    config = read_config(role, found)
+    if isinstance(found, RoleConfig):
+        check_quantize(f"{role}.quantize", found.quantize, config)
+        check_frozen(role, found, lora)
     return RolePlan(
         actor=found,
         critic=None,
@@ -70,7 +75,7 @@ def plan_role(role: str, source: Source, lora: LoRAConfig | None, seed: int) -> 
         lora=lora,
         has_critic=False,
         has_reference=False,
-        config=read_config(role, found),
+        config=config,
         seed=seed,
     )
 

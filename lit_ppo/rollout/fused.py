@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_ppo.roles.attention import AttentionSpec
+from lit_ppo.roles.int8 import dtype_of
 from lit_ppo.roles.model import decoder_of
 from lit_ppo.rollout.cache import DecodeAttention
 from lit_ppo.rollout.trunk import Attention, HFTrunk
@@ -68,8 +69,9 @@ class FusedTrunk(HFTrunk):
         """Make the rotary table long enough; where it is already, captured graphs go on reading it."""
         if hasattr(self, "table") and len(self.table[0]) >= width:
             return
-        weight = self.base.get_input_embeddings().weight
-        cos, sin = self.decoder.rotary_emb(weight[:1, None], torch.arange(width, device=weight.device)[None])
+        embedding = self.base.get_input_embeddings()
+        places = torch.arange(width, device=embedding.weight.device)[None]
+        cos, sin = self.decoder.rotary_emb(torch.empty(1, 1, dtype=dtype_of(embedding), device=places.device), places)
         self.table: tuple[Tensor, Tensor] = cos[0].contiguous(), sin[0].contiguous()
 
     def refresh(self) -> None:

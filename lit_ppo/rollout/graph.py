@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_ppo.algo.noise import base_key
 from lit_ppo.experience import Prompts, Rollout
+from lit_ppo.roles.int8 import dtype_of
 from lit_ppo.roles.model import RoleView
 from lit_ppo.rollout.base import Draw, RolloutEngine, Sampling
 from lit_ppo.rollout.board import INDEX, LENGTH, SLOT, STEP, TOKEN, Board, Cutter, Look
@@ -302,7 +303,7 @@ class GraphEngine(RolloutEngine):
             raise
         except Exception as cause:  # whatever an unknown model or an unknown compiler raises: `generate` still works
             return in_a_line(cause)
-        half = self.policy.store.base.get_input_embeddings().weight.dtype.itemsize < 4
+        half = dtype_of(self.policy.store.base.get_input_embeddings()).itemsize < 4
         limit = 0.05 if half or torch.is_autocast_enabled(self.policy.device.type) else 1e-3
         if error <= limit:
             return None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_ppo.roles.attention import AttentionSpec, unreachable
 from lit_ppo.roles.fused_head import HeadSpec
+from lit_ppo.roles.int8 import dtype_of
 from lit_ppo.roles.model import RoleView, decoder_of
 from lit_ppo.rollout.cache import DecodeAttention, PrefillAttention, SlotCache
 
@@ -214,7 +215,7 @@ def cache_for(base: Any, slots: int, width: int) -> SlotCache:
 
 def cache_shape(base: Any) -> dict[str, Any]:
     """Return layers, KV heads, head dimension and dtype of a model's keys and values."""
-    config, dtype = base.config.get_text_config(), base.get_input_embeddings().weight.dtype
+    config, dtype = base.config.get_text_config(), dtype_of(base.get_input_embeddings())
     kind = base.get_input_embeddings().weight.device.type
     return {
         "layers": config.num_hidden_layers,

@@ -45,6 +45,6 @@ def check_floats(store: nn.Module, strategy: str) -> None:
         if not parameter.is_floating_point():
             raise ValueError(
                 f"`{name}` is quantized ({parameter.dtype}), and {strategy} shards floating-point weights only: a "
-                "shard of packed 4-bit weights has no meaning of its own. Train adapters on a quantized trunk with "
+                "shard of packed weights has no meaning of its own. Train adapters on a quantized trunk with "
                 "strategy='ddp', where each rank holds the small trunk whole."
             )
