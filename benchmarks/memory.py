@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py --grid                                     # what `lit-ppo plan` is tested against
     python benchmarks/memory.py --preset examples/presets/8b-12gb.yaml --cap 12GB --iterations 20
-    python benchmarks/memory.py --preset examples/presets/7b-full-80gb.yaml --rank-of 4
+    python benchmarks/memory.py --preset examples/presets/7b-full-4x24gb.yaml --rank-of 4
 
 Everything runs through the Trainer and `PPOLightningModule`. The grid builds its models on the device; its rows are
 appended to `memory_grid.jsonl`, with the whole configuration. Those that are there are skipped, but for errors and rows

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.tensor import DTensor
 
 from lit_ppo.callbacks._bitsandbytes import constants, quantized_layers
 
@@ -86,8 +87,15 @@ class Unit:
 
     @classmethod
     def of_shards(cls, module: nn.Module) -> Unit:
-        """What a model can do without while its weights are gathered: this rank's shards, but no buffers."""
-        return cls(lambda: _parameters(module))
+        """What a model can do without while its weights are gathered: this rank's shards, and nothing that is whole."""
+
+        def find() -> list[tuple[Tensor, bool]]:
+            handles = [m._handle for m in module.modules() if isinstance(m, FullyShardedDataParallel) and _is_flat(m)]
+            flat = {id(p) for handle in handles if handle for p in handle.flat_param._params or ()}
+            named = zip(module.parameters(), _parameters(module), strict=True)
+            return [entry for p, entry in named if isinstance(p, DTensor) or id(p) in flat]
+
+        return cls(find)
 
     @classmethod
     def of_optimizer(cls, optimizer: torch.optim.Optimizer) -> Unit:

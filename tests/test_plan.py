@@ -188,6 +188,59 @@ def test_fsdp1_does_not_cut_what_has_another_dtype_than_the_trunk():
     assert fully.weights == ddp.weights // 4
 
 
+FSDP2 = {
+    "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
+    "init_args": {"data_parallel_size": 4, "tensor_parallel_size": 1},
+}
+
+
+def test_what_waits_in_host_memory_is_not_there():
+    def spread(roles: list[str] | None, **optim: Any) -> Any:
+        callbacks = [] if roles is None else [{"class_path": "OffloadRoles", "init_args": {"roles": roles}}]
+        trainer = {"strategy": FSDP2, "callbacks": callbacks, "precision": "bf16-true"}
+        made = Forecast(setup_of(gpus=4, model={"optim": optim}, trainer=trainer)[0])
+        return made, {name: made.phases[name].parts for name in made.phases}
+
+    _, plain = spread(None)
+    some, held = spread(["critic", "reference"])
+    assert "weights critic" not in held["rollout"]
+    assert {"weights critic", "weights reference"} < held["load"].keys() & held["score"].keys()
+    assert "weights reference" not in held["update"]
+    assert held["rollout"]["weights actor"] == some.stores["actor"].weights
+    assert "optimizer" in held["rollout"]
+    full, away = spread(["actor", "critic", "reference"], paged=True)
+    assert not any("optimizer" in parts for parts in away.values())
+    assert not full.setup.notes
+    rollout = {name: size for name, size in away["rollout"].items() if name.startswith("weights")}
+    assert not rollout or "KV cache" not in away["rollout"]  # the shards leave before the first token
+    assert full.phases["rollout"].total < some.phases["rollout"].total
+    assert sum(away["update"].values()) < sum(plain["update"].values())
+    flat = Forecast(setup_of(gpus=4, model={"optim": {"paged": True}}, trainer={"strategy": "fsdp"})[0])
+    assert "refused by FSDP1" in flat.setup.notes[0]
+    assert "optimizer" in flat.phases["update"].parts
+
+
+def test_under_fsdp_whole_units_are_gathered_and_reduced():
+    """Counted by hand: embedding and head with their gradients and the buffer to reduce them; layers two at a time."""
+    made = Forecast(setup_of(gpus=4, ppo={"sequential_roles": True}, trainer={"strategy": FSDP2})[0])
+    units = made.stores["actor"].units
+    config = made.setup.actor.config
+    assert units.root_trained == 4 * (2 * 256 * 64 + 64)  # float32 embedding, head, norm
+    assert units.root == pytest.approx(units.root_trained, rel=0.01)  # and buffers
+    assert units.layer == (made.stores["actor"].whole - units.root) // config.num_hidden_layers
+    assert units.layer_trained == pytest.approx(units.layer, rel=0.01)
+    assert units.head_trained == 4 * 256 * 64
+    assert units.at("begin") == 2 * units.root + units.layer
+    assert units.at("reduce") == 2 * units.root_trained + units.root_trained // 4
+    assert units.at("bottom") == units.root + units.root_trained + units.layer + 2 * units.layer_trained
+    assert made.phases["score"].parts["gathered"] in (units.at("begin"), units.at("forward"))
+    critic = made.stores["critic"].units  # its head is a row
+    assert critic.root < 0.6 * units.root
+    one = Forecast(setup_of()[0])
+    assert one.stores["actor"].units is None
+    assert all("gathered" not in phase.parts for phase in one.phases.values())
+
+
 @pytest.mark.parametrize(
     ("text", "count", "name", "gib"),
     [

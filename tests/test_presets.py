@@ -42,6 +42,8 @@ def test_a_preset_trains(preset, tmp_path, monkeypatch):
         argv.append(f"--model.reward={json.dumps([reward | {'source': tiny.folder(labels=1)}])}")
     if options["model"]["optim"].get("paged"):
         argv.append("--model.optim.paged=false")  # host memory has nowhere to page to
+    if options["trainer"]["devices"] != 1:
+        argv += ["--trainer.devices=1", "--trainer.strategy.init_args.data_parallel_size=1"]
     assert main(["fit", "--config", str(preset.relative_to(ROOT)), *argv]) == 0
     with open(next(Path("outputs").glob("version_*/metrics.csv"))) as file:
         rows = [row for row in csv.DictReader(file) if row["objective/scores"]]

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lit_ppo.optim import state_bytes
-from lit_ppo.plan.roles import HEADS, Phase, Store, fake_model, fake_roles, kv_bytes, layers_of, pretend, weight_bytes
+from lit_ppo.plan.held import Phase, Store, Units, stepping
+from lit_ppo.plan.roles import HEADS, fake_model, fake_roles, kv_bytes, layers_of, pretend, weight_bytes
 from lit_ppo.plan.setup import Model, Setup
 from lit_ppo.plan.stand_ins import quantize
 from lit_ppo.plan.trace import Step, prefill, rewarding, rows_of, sampling, scoring, training_step
@@ -24,8 +25,6 @@ WORKSPACE = 128 * 2**20
 """What cuBLAS takes from torch's allocator on a recent GPU: 32 MiB a handle, for two libraries and two threads."""
 KEPT = 0.1
 """Share of the card up to which the graph engine keeps its KV memory through the other phases."""
-CHUNK = 2**26
-"""Elements that `MasterAdamW` updates at once."""
 GIB = 2**30
 
 
@@ -74,8 +73,6 @@ class Forecast:
         def state(which: Callable[[Any], bool]) -> int:
             return sum(self._state(p) for p in trained if which(p))
 
-        one = weight_bytes(view.store, lambda p: id(p) in inside)
-        unit = 2 * one + weight_bytes(view.store, lambda p: id(p) not in others)
         largest = max((p.numel() for p in trained), default=0)
         n = self.setup.ranks if self.setup.family == "fsdp" and model.sharded else 1
         if role == "reference" and model.quantize != "none":
@@ -87,9 +84,18 @@ class Forecast:
             whole = total(lambda which: count(lambda p: id(p) in odd and which(p)))
             return whole - (whole - total(count)) // n
 
-        return Store(
-            share(weights), share(gradients), share(state), -(-largest // n), unit if n > 1 else 0, total(weights)
-        )
+        units = None
+        if n > 1:
+            head = view.store.base.get_output_embeddings()
+            units = Units(
+                root=weights(lambda p: id(p) not in others),
+                layer=weights(lambda p: id(p) in inside),
+                root_trained=gradients(lambda p: id(p) not in others),
+                head_trained=0 if head is None else gradients(lambda p: p is head.weight),
+                layer_trained=gradients(lambda p: id(p) in inside),
+                ranks=n,
+            )
+        return Store(share(weights), share(gradients), share(state), -(-largest // n), units, total(weights))
 
     def _frozen(self, model: Model) -> Store:
         """A reward model, whole on each rank."""
@@ -101,7 +107,7 @@ class Forecast:
                 made.mode = model.quantize
             numbers.append(weight_bytes(made))
         weights = numbers[0] + (numbers[1] - numbers[0]) * (layers_of(model.config) - 1)
-        return Store(weights, 0, 0, 0, 0, weights)
+        return Store(weights, 0, 0, 0, None, weights)
 
     def _name(self, role: str) -> str:
         """What the run calls a role."""
@@ -218,18 +224,20 @@ class Forecast:
     def _resident(self, phase: str) -> dict[str, int]:
         """Weights and optimizer state that are on the GPU in a phase."""
         s, parts = self.setup, {}
-        users = {"reference": ("score",), "reward": ("score",), "critic": ("score", "update")}
+        frozen = ("load", "score")
+        users = {"reference": frozen, "reward": frozen, "critic": ("load", "score", "update", "save")}
         models = {"actor": s.actor, "critic": s.critic, "reference": s.reference} | {
             n: m for n, (m, _) in s.rewards.items()
         }
         for name, store in self.stores.items():
             model = models[name]
             assert model is not None
-            idle = model.offload and phase not in users.get(name.split(" ")[0], ("rollout", "score", "update"))
+            idle = model.offload and phase not in users.get(name.split(" ")[0], PHASES)
+            idle = idle or (name == "actor" and s.offload_shards and phase == "rollout")
             if model.device is None and not idle:
                 parts[f"weights {self._name(name)}"] = store.weights
         state = sum(store.state for store in self.stores.values())
-        if state and not self._paged and not (s.offload_optimizer and phase != "update"):
+        if state and not self._paged and not (s.offload_optimizer and phase not in ("update", "save")):
             parts["optimizer"] = state
         parts["workspace"] = WORKSPACE
         return parts
@@ -260,15 +268,21 @@ class Forecast:
         return Phase(parts)
 
     def _save(self) -> Phase:
-        return Phase(
-            self._held("save") | ({"gathered": self.stores["actor"].unit} if self.stores["actor"].unit else {})
-        )
+        return Phase.worst(self._held("save"), [{"gathered": self._gathered("actor", "forward")}])
+
+    def _gathered(self, role: str, moment: str) -> int:
+        """What is gathered or reduced of a role, beside its shards."""
+        units = self.stores["actor" if self.setup.shared and role == "critic" else role].units
+        return 0 if units is None else units.at(moment)
 
     def _rollout(self) -> Phase:
-        s, parts = self.setup, self._held("rollout")
+        s, held, parts = self.setup, self._held("rollout"), dict[str, int]()
         store, config = self.stores["actor"], s.actor.config.get_text_config()
-        if store.unit:
-            parts["gathered actor"] = store.whole
+        moments = [parts]
+        if store.units is not None:
+            held["gathered actor"] = store.whole
+            shards = {"weights actor": store.weights} if s.offload_shards else {}  # they leave once the whole is there
+            moments.append(shards | {"gathered": store.units.layer})
         rows = max(1, min(s.ppo.rollout_batch_size or s.episodes, s.episodes))
         dtype = self.autocast or s.actor.dtype
         token = kv_bytes(config, dtype)
@@ -282,7 +296,7 @@ class Forecast:
             parts["KV cache"] = self._slots
             tokens = min(rows * s.prompt, s.ppo.rollout_prefill_tokens)
             parts["decoding"] = self._prefill(1, tokens, cache=False)
-        return Phase(parts)
+        return Phase.worst(held, moments)
 
     def _prefill(self, rows: int, length: int, *, cache: bool) -> int:
         key = ("prefill", _key(self.setup.actor), self.depth, rows, length, cache)
@@ -300,28 +314,26 @@ class Forecast:
         return self.traces[key]
 
     def _score(self) -> Phase:
-        s, parts = self.setup, self._held("score")
+        s = self.setup
         rows = s.rows(s.ppo.score_batch_size or s.ppo.micro_batch_size, s.minibatch)
         roles = [r for r in ("actor", "critic", "reference") if r in self.stores or (r == "critic" and s.shared)]
-        work = max(self.forward(role, rows) for role in roles)
+        moments = [{"gathered": self._gathered(role, "begin")} for role in roles]
+        moments += [{"gathered": self._gathered(r, "forward"), "activations": self.forward(r, rows)} for r in roles]
         for name, (model, options) in s.rewards.items():
             if model.device is None:
-                work = max(work, self._rewarded(name, model, min(options.batch_size, s.episodes)))
-        for adapter, options in s.frozen:
+                moments.append({"activations": self._rewarded(name, model, min(options.batch_size, s.episodes))})
+        trunk = self.stores["actor"]
+        for adapter, options in s.frozen:  # a rollout's responses, on the whole trunk
             at_once = s.rows(s.ppo.score_batch_size or s.ppo.micro_batch_size, s.episodes)
-            work = max(work, self._on_trunk(adapter.name, min(at_once, options.batch_size)))
-        parts["activations"] = work
-        units = [store.unit for store in self.stores.values()]
-        if s.frozen and self.stores["actor"].unit:
-            units.append(self.stores["actor"].whole)
-        if max(units):
-            parts["gathered"] = max(units)
-        return Phase(parts)
+            work = self._on_trunk(adapter.name, min(at_once, options.batch_size))
+            moments.append({"activations": work, "gathered": 0 if trunk.units is None else trunk.whole})
+        return Phase.worst(self._held("score"), moments)
 
     def _validate(self) -> Phase:
-        work = {"activations": self.forward("actor", self.setup.micro)}
-        unit = self.stores["actor"].unit
-        return Phase(self._held("validate") | work | ({"gathered": unit} if unit else {}))
+        moments = [{"gathered": self._gathered("actor", "begin")}]
+        work = self.forward("actor", self.setup.micro)
+        moments.append({"gathered": self._gathered("actor", "forward"), "activations": work})
+        return Phase.worst(self._held("validate"), moments)
 
     def _rewarded(self, name: str, model: Model, rows: int) -> int:
         key = ("reward", name, _key(model), rows, self.setup.length)
@@ -348,35 +360,44 @@ class Forecast:
             depths["critic"] = layers_of(s.critic.config)
         gradients = {role: self._gradients(role) for role in roles}
         several = s.minibatch > s.micro
-        moments: list[tuple[int, int]] = []  # gradients and activations
-        kept = 0
-        forwards = []
-        for role in roles:
-            step, n = self.step(role), depths[role]
-            forwards.append((role, kept + step.peaks["forward"].at(n)))
-            kept += step.kept.at(n)
+        moments: list[dict[str, int]] = []
+
+        def moment(gradients: int, activations: int, gathered: int = 0) -> None:
+            moments.append({"gradients": gradients, "activations": activations, "gathered": gathered})
+
+        everything = sum(gradients.values())
+        kept = roots = 0  # of the roles that have gone forward; FSDP keeps a root's weights for the backward
         if s.ppo.sequential_roles:
             for role in roles:
                 step, n, own = self.step(role), depths[role], gradients[role]
-                moments += [(own, max(p.at(n) for p in step.peaks.values())), (own, self._stepping(role))]
+                moment(own if several else 0, 0, self._gathered(role, "begin"))
+                for segment, peak in step.peaks.items():
+                    moment(own, peak.at(n), self._gathered(role, segment))
+                moment(own, 0, self._gathered(role, "reduce"))
+                moment(own, self._stepping(role))
         else:
-            everything = sum(gradients.values())
-            moments += [(everything if several else 0, size) for _, size in forwards]
+            for role in roles:
+                step, n, had = self.step(role), depths[role], everything if several else 0
+                moment(had, kept, roots + self._gathered(role, "begin"))
+                moment(had, kept + step.peaks["forward"].at(n), roots + self._gathered(role, "forward"))
+                kept += step.kept.at(n)
+                roots += self._root(role)
             done, alive = 0, kept
             for role in reversed(roles):  # the backward goes through the last forward first
                 step, n, own = self.step(role), depths[role], gradients[role]
                 alive -= step.kept.at(n)
+                roots -= self._root(role)
                 for segment in ("head", "top", "bottom"):
                     had = everything if several else done + (own if segment == "bottom" else 0)
-                    moments.append((had, alive + step.peaks[segment].at(n)))
+                    moment(had, alive + step.peaks[segment].at(n), roots + self._gathered(role, segment))
                 done += own
-            moments.append((everything, max(self._stepping(role) for role in roles)))
-        grads, work = max(moments, key=sum)
-        parts = held | {"gradients": grads, "activations": work}
-        units = [self.stores[role].unit for role in roles if role in self.stores]
-        if max(units, default=0):
-            parts["gathered"] = max(units)
-        return Phase({name: size for name, size in parts.items() if size})
+                moment(everything if several else done, alive, roots + self._gathered(role, "reduce"))
+            moment(everything, max(self._stepping(role) for role in roles))
+        return Phase.worst(held, moments)
+
+    def _root(self, role: str) -> int:
+        units = None if self.setup.shared and role == "critic" else self.stores[role].units
+        return 0 if units is None else units.root
 
     def _gradients(self, role: str) -> int:
         if not self.setup.shared:
@@ -386,13 +407,7 @@ class Forecast:
     def _stepping(self, role: str) -> int:
         """What a step of the optimizer takes beside its state."""
         store = self.stores["actor" if self.setup.shared else role]
-        optim = self.setup.optim
-        lean = optim.state != "float32" or optim.rounding != "master" or optim.paged
-        if lean:
-            return 2 * 2**24 * 12 if self._paged else 0
-        half = self.setup.precision in ("bf16-true", "16-true")
-        at_once = min(max(CHUNK, store.largest), store.trained // (2 if half else 4))
-        return (4 + 4 * half) * at_once  # a denominator, and a gradient in float32
+        return stepping(store, self.setup.optim, half=self.setup.precision in ("bf16-true", "16-true"))
 
 
 def _key(model: Model | None) -> Any:

@@ -118,7 +118,7 @@ def _of_training(s: Setup) -> Iterator[tuple[Lever, Change]]:
             Lever("model.optim.rounding: stochastic", "noise in the weights in place of float32 copies"),
             put("model.optim.rounding", "stochastic"),
         )
-    if not s.optim.paged and s.family != "fsdp":
+    if not s.optim.paged and not s.flat:
         yield (
             Lever("model.optim.paged: true", "time in each optimizer step: the state passes over PCIe"),
             put("model.optim.paged", True),
@@ -192,6 +192,16 @@ def _of_ppo(s: Setup) -> Iterator[tuple[Lever, Change]]:
         yield (
             Lever("trainer.callbacks: [OffloadRoles]", "frozen roles pass over PCIe once an iteration"),
             add("OffloadRoles"),
+        )
+    trained = ["actor"] * (s.family == "fsdp") + ["critic"] * (s.critic is not None and not s.shared)
+    if trained and not s.shared and not (s.critic is not None and s.critic.offload):
+        roles = [*trained, *["reference"] * (s.reference is not None), *["reward"] * bool(s.rewards)]
+        yield (
+            Lever(
+                f"OffloadRoles: {{roles: [{', '.join(roles)}]}}",
+                "what trains passes over PCIe too, both ways, once an iteration",
+            ),
+            add("OffloadRoles", roles=roles),
         )
     if any(model.quantize == "none" for model, _ in s.rewards.values()):
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,35 +31,6 @@ class Line:
     def at(self, layers: int) -> int:
         """Return it for so many layers."""
         return round(self.base + self.slope * layers)
-
-
-@dataclass
-class Phase:
-    """What is on the GPU when a phase is at its peak, in bytes, by what it is for."""
-
-    parts: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        """The peak."""
-        return sum(self.parts.values())
-
-
-@dataclass
-class Store:
-    """One parameter store: bytes on this rank."""
-
-    weights: int
-    trained: int
-    """Of `weights`, what gradients are made of: this is their size, too."""
-    state: int
-    """Of the optimizer."""
-    largest: int
-    """Elements of its largest trained weight."""
-    unit: int = 0
-    """Under FSDP: the largest unit that is gathered at once, whole."""
-    whole: int = 0
-    """Weights of all ranks together."""
 
 
 def layers_of(config: Any) -> int:

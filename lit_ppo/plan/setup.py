@@ -77,6 +77,8 @@ class Setup:
     offload_activations: float | None = None
     """Saved tensors of so many MiB or more wait in host memory; None: none does."""
     offload_optimizer: bool = False
+    offload_shards: bool = False
+    """Under FSDP, the actor's shards wait in host memory while the whole actor is gathered for a rollout."""
     frozen: list[tuple[FrozenAdapter, RewardConfig]] = field(default_factory=list)
     """Rewards that are adapters of the actor's trunk."""
     notes: list[str] = field(default_factory=list)
@@ -240,12 +242,9 @@ def completed(setup: Setup, trainer: Mapping[str, Any]) -> Setup:
     """
     for given in _listed(trainer.get("callbacks")):
         _apply(setup, *_callback(given))
-    family, optim, notes = setup.family, setup.optim, setup.notes
-    if family == "fsdp" and optim.paged:
-        setup.optim = replace(optim, paged=False)
-        notes.append("`optim.paged` is refused under FSDP, whose state stays with its shards: counted without it.")
-    if family == "fsdp" and any(m is not None and m.offload and m.sharded for m in (setup.critic, setup.reference)):
-        notes.append("`OffloadRoles` refuses roles that are cut over ranks; the forecast takes them as offloaded.")
+    if setup.flat and setup.optim.paged:
+        setup.optim = replace(setup.optim, paged=False)
+        setup.notes.append("`optim.paged` is refused by FSDP1, and counted without: use ModelParallelStrategy (FSDP2).")
     return setup
 
 
@@ -271,8 +270,9 @@ def _apply(setup: Setup, name: str, options: dict[str, Any]) -> None:
             model.quantize = options.get("mode") or "nf4"
     elif name == "OffloadRoles":
         frozen = ["reference", "reward"] if options.get("roles") is None else options["roles"]
-        for model in chosen(frozen):
+        for model in chosen([name for name in _listed(frozen) if name != "actor"]):
             model.offload = True
+        setup.offload_shards = "actor" in _listed(frozen) and setup.family == "fsdp"
         setup.offload_optimizer = bool(options.get("optimizer"))
     elif name == "OffloadActivations":
         setup.offload_activations = float(options.get("min_mib") or 1.0)
