@@ -69,6 +69,20 @@ def test_fused_layers_sample_what_generate_samples(kind):
     assert changed.ids.shape != ours.ids.shape or not torch.equal(changed.ids, ours.ids)
 
 
+def test_kernels_serve_layers_that_are_not_fused():
+    """A model's own forward, with our attention, sampler and board in Triton: soft caps, windows, entropies."""
+    pytest.importorskip("triton")
+    from test_graph_engine import make
+
+    policy, options = setup(make("gemma2", 2.0), entropy=True)
+    prompts = tiny.prompts(3).to(DEVICE)
+    engine = GraphEngine(policy, use_kernels=True, max_rows=2, prefill_tokens=2)
+    ours, theirs = engine.generate(prompts, options, DRAW), HFEngine(policy).generate(prompts, options, DRAW)
+    assert type(engine._trunk) is HFTrunk
+    assert_same(ours, theirs)
+    torch.testing.assert_close(ours.entropy, theirs.entropy, rtol=1e-4, atol=1e-4)
+
+
 def test_adapters_are_fused_too():
     pytest.importorskip("triton")
     model = add_adapters(small(), LoRAConfig(r=4), [POLICY], seed=0)

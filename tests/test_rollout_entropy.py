@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 import tiny
+import torch
 
 from lit_ppo import PPOLightningModule, PromptDataModule
+from lit_ppo.experience import Rollout
+from lit_ppo.metrics import Means
+from lit_ppo.rewards import Scores
+from lit_ppo.summary import record_evaluation
 
 
 def fit(tmp_path, engine="hf", **options):
@@ -37,3 +42,14 @@ def test_an_evaluation_that_asks_for_it_gets_it(tmp_path):
     rows = [row for batch in trainer.predict(module, data) for row in batch]
     assert 0 < shown < 4.2
     assert all(0 <= row["entropy"] < 4.2 for row in rows)
+
+
+def test_a_rank_without_prompts_has_entropies_of_nothing():
+    none = tiny.prompts(1).select(torch.tensor([], dtype=torch.long))
+    assert Rollout.empty(none).entropy is None
+    empty = Rollout.empty(none, entropy=True)
+    assert empty.entropy.shape == (0, 1)
+    means = Means()
+    scores = Scores(torch.zeros(0), parts={}, keep=torch.zeros(0, dtype=torch.bool), truncated={})
+    record_evaluation(means, empty, scores)
+    assert "entropy" in means._sums  # the ranks add up the same names
