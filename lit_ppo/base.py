@@ -22,6 +22,7 @@ from lit_ppo.hooks import after_configure_model
 from lit_ppo.memory.retry import OOMPolicy
 from lit_ppo.metrics import Means
 from lit_ppo.optim import apply_options, build_optimizer, schedule
+from lit_ppo.plan import live
 from lit_ppo.ranks import gather, together
 from lit_ppo.roles.quantized import quantizes
 from lit_ppo.sharding import sharding_for
@@ -85,6 +86,7 @@ class Harness(LightningModule):
         self.dropped = False
         self.fingerprints: dict[str, str] = {}
         self.work: dict[str, Work] = {}
+        self.peaks: dict[str, float] = {}  # GiB, by phase
 
         # The protocol that callbacks read (lit_ppo.callbacks); any module may offer the same.
         self.phase: str | None = None
@@ -283,6 +285,7 @@ class Harness(LightningModule):
                 torch.cuda.synchronize(self.device)
                 peak = torch.cuda.max_memory_allocated(self.device) / 2**30
                 self.means.add(f"memory/{name}_peak_gib", peak, 1)
+                self.peaks[name] = max(peak, self.peaks.get(name, 0.0))
             self.means.add(f"time/{name}", time.perf_counter() - start, 1)
             self.phase = None
             for listener in self.phase_listeners:
@@ -375,6 +378,10 @@ class Harness(LightningModule):
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
         result.missing_keys.clear()  # frozen weights, of which Lightning would warn
         return result
+
+    def on_fit_end(self) -> None:
+        """Say what the peaks of memory were, beside the forecast."""
+        live.compare(self)
 
     def on_after_backward(self) -> None:
         """Leave it to the strategy what becomes of a micro-batch's gradients."""

@@ -14,6 +14,7 @@ from lit_ppo import checkpoint, checks, preflight, summary
 from lit_ppo.algo.controllers import AdaptiveKL, FixedKL, RunningStd
 from lit_ppo.base import Harness
 from lit_ppo.config import LoRAConfig, OptimConfig, PPOConfig, RoleConfig, SamplingConfig, from_dict
+from lit_ppo.plan import live
 from lit_ppo.rewards import TrunkReward, build_rewards
 from lit_ppo.rewards.config import RewardConfig
 from lit_ppo.roles.build import Roles, build_roles
@@ -201,6 +202,7 @@ class PPOHarness(Harness):
             rank_zero_info(f"The models run padded: {reason}.")
         self.set_mode(train=True)  # what Lightning expects to find; every phase sets its own
         summary.print_table(self, summary.batch_arithmetic(self))
+        live.announce(self)
 
     def on_validation_start(self) -> None:
         """Place the frozen roles, for a validation without a fit; keep training's random states."""

@@ -20,12 +20,12 @@ LAYERS = [
     {"experience", "algo", "metrics", "optim", "output", "speed", "callbacks"},  # mathematics; for any LightningModule
     {"roles", "data"},  # models, prompts
     {"rollout", "rewards", "sharding"},  # text from models, numbers from text, models on many devices
-    {"checks", "micro"},  # what can be said of the two before a run; how batches are cut
+    {"checks", "micro", "plan"},  # what can be said of the two before a run; how batches are cut; the memory of it
     {"preflight", "checkpoint", "summary", "worst_case"},  # what is around the iterations
     {"base"},  # what PPO and the stages before it share
     {"harness"},  # Lightning's hooks
     {"module", "stages"},  # the algorithm, and what comes before it
-    {"export", "plan", "doctor"},  # what comes after it, and instead of trying
+    {"export", "doctor"},  # what comes after it, and instead of trying
     {"cli"},
     {"__main__"},
 ]

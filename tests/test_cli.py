@@ -344,7 +344,7 @@ def test_a_configuration_of_another_stage_is_told_apart(capsys):
     examples = Path(__file__).parent.parent / "examples"
     for command, name, stage in (
         (["fit"], "sft", "sft"),
-        (["plan"], "reward_model", "reward"),
+        (["ppo", "plan"], "reward_model", "reward"),
         (["sft", "fit"], "quickstart", "ppo"),
     ):
         with pytest.raises(SystemExit) as stop:

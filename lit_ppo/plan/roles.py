@@ -46,8 +46,9 @@ def kv_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def shallow(config: Any, depth: int, **changes: Any) -> Any:
-    """Return a configuration with another number of layers."""
+    """Return a configuration with another number of layers, all of them plain ones."""
     config = copy.deepcopy(config)
+    vars(config).pop("quantization_config", None)  # of a loaded model: what is quantized is said by its role
     text = config.get_text_config()
     text.num_hidden_layers = depth
     kinds = getattr(text, "layer_types", None)

@@ -19,6 +19,7 @@ from lit_ppo.config import LoRAConfig, PPOConfig, RoleConfig, from_dict
 from lit_ppo.data.sets import SetsDataModule
 from lit_ppo.metrics import Means
 from lit_ppo.output import check_output
+from lit_ppo.plan import live
 from lit_ppo.ranks import check_same, distributed
 from lit_ppo.roles.build import RolePlan, Source
 from lit_ppo.roles.model import RoleView
@@ -284,6 +285,7 @@ class StageModule(Harness):
             rank_zero_info(f"The model runs padded: {reason}.")
         self.set_mode(train=True)
         summary.print_table(self, self.arithmetic())
+        live.announce(self)
 
     def arithmetic(self) -> str:
         """Say how examples become optimizer steps."""
