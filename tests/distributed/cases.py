@@ -249,6 +249,9 @@ def fit(
         "global_step": trainer.global_step,
         "dtypes": sorted({str(p.dtype) for p in run.actor.parameters()}),
         "buffers": sorted({str(b.dtype) for b in run.actor.buffers()}),
+        "reference": sum(local(p).numel() for p in run.views.reference.store.parameters())
+        if run.views.reference
+        else 0,
         "odd": sum(p.numel() for p in run.actor.parameters() if p.dtype != run.actor.base.dtype),
         "local": sum(local(p).numel() for p in run.actor.parameters()),
         "module": run,
