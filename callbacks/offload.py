@@ -185,7 +185,9 @@ class OffloadRoles(Callback):
     def _chosen(self, pl_module: LightningModule) -> dict[str, nn.Module]:
         known = _roles(pl_module)
         if self.roles is None:
-            chosen = {n: m for n, m in known.items() if not any(p.requires_grad for p in m.parameters())}
+            frozen = {n: list(m.parameters()) for n, m in known.items()}
+            frozen = {n: held for n, held in frozen.items() if not any(p.requires_grad for p in held)}
+            chosen = {n: known[n] for n, held in frozen.items() if len({p.device for p in held}) < 2}  # not spread
             if not chosen and not self.optimizer:
                 raise ValueError(
                     "`OffloadRoles()` has nothing to do: every role trains, or shares its weights with one that does. "
@@ -198,6 +200,11 @@ class OffloadRoles(Callback):
             chosen = {name: known[name] for name in self.roles}
         for name, module in chosen.items():
             sharded = is_sharded(module)
+            if not sharded and len({p.device for p in module.parameters()}) > 1:
+                raise ValueError(
+                    f"`OffloadRoles`: `{name}` is spread over several devices (`device_map`), which is not paged. "
+                    "Leave it out of `roles`."
+                )
             if name == _IN_EVERY_PHASE and not sharded:
                 raise ValueError(
                     f"`OffloadRoles(roles={self.roles!r})`: `{name}` is whole on each rank here, and computes in every "

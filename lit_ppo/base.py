@@ -24,7 +24,7 @@ from lit_ppo.metrics import Means
 from lit_ppo.optim import apply_options, build_optimizer, schedule
 from lit_ppo.plan import live
 from lit_ppo.ranks import gather, together
-from lit_ppo.roles.quantized import quantizes
+from lit_ppo.roles.quantized import loaded_by_each
 from lit_ppo.sharding import sharding_for
 from lit_ppo.sharding.materialize import Source
 from lit_ppo.sharding.replicated import Replicated
@@ -125,7 +125,7 @@ class Harness(LightningModule):
         if self.views is None:
             ranks = 1 if self._trainer is None else self.trainer.world_size
             once = ranks > 1 and not self.role_transforms and not self.role_load_kwargs
-            once = once and not any(quantizes(source) for source in self.sources.values())
+            once = once and not any(loaded_by_each(source) for source in self.sources.values())
             empty = once and self.global_rank > 0
             self.adopt(together("loading the models", lambda: self.build(empty=empty)))
             if once:
@@ -159,7 +159,9 @@ class Harness(LightningModule):
         placed: dict[int, tuple[nn.Module, torch.device | None]] = {}
         for role, view in self.views.all().items():
             store = view.store
-            if id(store) not in placed:
+            if id(store) not in placed and store.home is not None:
+                placed[id(store)] = store, store.home
+            elif id(store) not in placed:
                 home, whole = self.placement(role, store)
                 sharding = Replicated(self.trainer.strategy) if whole else self.sharding
                 shaped = sharding.place(store, Source(broadcast, self.target_device, home))

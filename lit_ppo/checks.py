@@ -12,6 +12,7 @@ from lit_ppo.data import PromptDataModule
 from lit_ppo.rewards import FunctionReward
 from lit_ppo.roles.build import RolePlan
 from lit_ppo.roles.loading import resolve_dtype
+from lit_ppo.roles.spread import named_devices
 
 if TYPE_CHECKING:
     from lit_ppo.base import Harness
@@ -133,10 +134,11 @@ def check_devices(module: PPOHarness) -> None:
     reference = module.sources["reference"]
     config = from_dict(RoleConfig, reference) if isinstance(reference, dict) else reference
     rewards = [] if module.rewards is None else module.rewards.rewards
-    placed = [("reference", getattr(config, "device", None)), *(("reward", reward.config.device) for reward in rewards)]
-    for role, name in placed:
-        if isinstance(name, str):
-            check_device_exists(f"{role}.device", name)
+    for role, held in (("reference", config), *(("reward", reward.config) for reward in rewards)):
+        if isinstance(getattr(held, "device", None), str):
+            check_device_exists(f"{role}.device", held.device)
+        for name in named_devices(getattr(held, "device_map", None)):
+            check_device_exists(f"{role}.device_map", name)
 
 
 def check_device_exists(option: str, name: str) -> None:

@@ -93,6 +93,9 @@ class RoleConfig:
     """Passed to transformers (sdpa, eager, flash_attention_2, ...). None: its default."""
     device: str | None = None
     """Frozen roles only: a device such as "cpu" or "cuda:1". None: the rank's own device."""
+    device_map: str | dict[str, Any] | None = None
+    """Frozen roles only: spread over several devices as transformers does: "auto", "balanced", or a device for each
+    part by name (needs accelerate). None: on one."""
     quantize: str = "none"
     """none, nf4, fp4 or int8: hold frozen weights in 4 or 8 bits, quantized while they are loaded. Of the actor and the
     critic it is the trunk under the adapters (needs `lora`). Heads and embeddings stay as they are."""

@@ -183,7 +183,8 @@ class PPOHarness(Harness):
     def place_frozen(self) -> None:
         """Move what Lightning does not see (frozen roles, reward models) to where it computes."""
         reference = self.views.reference
-        if reference is not None and reference.store is not self.views.actor.store and not self.sharding.sharded:
+        moves = reference is not None and reference.store is not self.views.actor.store and reference.store.home is None
+        if moves and not self.sharding.sharded:
             config = preflight.plan(self).reference
             device = config.device if isinstance(config, RoleConfig) and config.device else self.device
             reference.store.to(device)

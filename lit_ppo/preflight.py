@@ -17,6 +17,7 @@ from lit_ppo.output import check_output
 from lit_ppo.ranks import check_device, check_same, gather
 from lit_ppo.roles.build import RolePlan, check_source, plan_roles, read_config
 from lit_ppo.roles.sources import context_length, load_tokenizer
+from lit_ppo.roles.spread import named_devices
 from lit_ppo.rollout.base import Sampling, resolve_sampling
 
 if TYPE_CHECKING:
@@ -139,12 +140,18 @@ def check_ranks(module: PPOHarness) -> None:
     settings |= {f"{type(trainer.datamodule).__name__}.{key}": value for key, value in describe().items()}
     check_same(settings)
     config = plan(module).reference
-    placed = {"reference.device": config.device if isinstance(config, RoleConfig) else None}
-    for reward in () if module.rewards is None else module.rewards.rewards:
-        placed[f"reward.device of {reward.name}"] = reward.config.device
+    held = {"reference": config} if isinstance(config, RoleConfig) else {}
+    held |= {f"reward {r.name}": r.config for r in (() if module.rewards is None else module.rewards.rewards)}
     ours = getattr(trainer.strategy, "parallel_devices", None) or []
-    for option, device in placed.items():
-        check_device(option, device, ours)
+    for name, options in held.items():
+        check_device(f"{name}.device", options.device, ours)
+        if len(ours) > 1 and isinstance(options.device_map, str) and not named_devices(options.device_map):
+            raise ValueError(
+                f"`{name}.device_map={options.device_map!r}` would take part of every GPU, also of those that the "
+                "other ranks train on. Name a device that no rank uses for each part, or leave it out."
+            )
+        for device in named_devices(options.device_map):
+            check_device(f"{name}.device_map", device, ours)
 
 
 def check_batch(module: PPOHarness, episodes: int) -> None:

@@ -16,6 +16,7 @@ from lit_ppo.rewards.trunk import read_settings
 from lit_ppo.roles.adapters import FrozenAdapter
 from lit_ppo.roles.loading import resolve_dtype
 from lit_ppo.roles.sources import context_length, model_config
+from lit_ppo.roles.spread import named_devices
 
 TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 FAMILIES = ("one", "ddp", "fsdp")
@@ -183,7 +184,7 @@ def read_setup(
             continue
         as_role = {"source": reward.source, "dtype": reward.dtype, "trust_remote_code": reward.trust_remote_code}
         found = role(f"reward {reward.name or i}", as_role, trained=False)
-        found.quantize, found.device = reward.quantize, reward.device
+        found.quantize, found.device = reward.quantize, reward.device or elsewhere(reward.device_map)
         if reward.dtype == "auto":
             found.dtype = torch.bfloat16
         rewards[f"reward {reward.name or Path(reward.source).name}"] = found, reward
@@ -228,8 +229,9 @@ def read_model(name: str, given: Any, shapes: Shapes, *, trained: bool, true: to
     options = given if isinstance(given, RoleConfig) else from_dict(RoleConfig, _as_role(given))
     dtype = resolve_dtype(options.dtype, trained=trained, device=torch.device("cuda"), true_dtype=true)
     return Model(
-        shapes(name, options), dtype, options.quantize, options.quantize_embeddings, options.device,
-        sharded=options.sharded is not False and options.device is None,
+        shapes(name, options), dtype, options.quantize, options.quantize_embeddings,
+        options.device or elsewhere(options.device_map),
+        sharded=options.sharded is not False and options.device is None and options.device_map is None,
     )  # fmt: skip
 
 
@@ -246,6 +248,12 @@ def completed(setup: Setup, trainer: Mapping[str, Any]) -> Setup:
         setup.optim = replace(setup.optim, paged=False)
         setup.notes.append("`optim.paged` is refused by FSDP1, and counted without: use ModelParallelStrategy (FSDP2).")
     return setup
+
+
+def elsewhere(device_map: Any) -> str | None:
+    """Return a device of a map that has none of the run's first GPU; None: some or all may be on it."""
+    places = named_devices(device_map)
+    return places[0] if places and not {"cuda", "cuda:0"} & set(places) else None
 
 
 def _apply(setup: Setup, name: str, options: dict[str, Any]) -> None:

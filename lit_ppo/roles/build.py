@@ -26,14 +26,12 @@ from lit_ppo.roles.loading import (
 )
 from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.roles.names import trained_parameters
-from lit_ppo.roles.quantized import check_quantize, loading_options, make_movable
+from lit_ppo.roles.quantized import check_frozen, check_quantize, loading_options, make_movable
 from lit_ppo.roles.sources import check_architecture, first_line, model_config
+from lit_ppo.roles.spread import check_map, home_of
 
 SCORERS = ("critic", "reward")
 """Roles with a scalar head."""
-
-EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
-"""What transformers calls the embeddings of its decoders."""
 
 Source = str | os.PathLike[str] | RoleConfig | dict[str, Any] | nn.Module | None
 
@@ -199,32 +197,6 @@ def plan_roles(
     )
 
 
-def check_frozen(name: str, source: RoleConfig, lora: LoRAConfig | None) -> None:
-    """Check that no quantized weight is to be trained.
-
-    Args:
-        name: Of the role.
-        source: Its options.
-        lora: The run's adapters.
-
-    Raises:
-        ValueError: One is.
-    """
-    for option in ("quantize", "quantize_embeddings"):
-        if getattr(source, option) != "none" and name != "reference" and lora is None:
-            raise ValueError(
-                f"`{name}.{option}={getattr(source, option)!r}`: quantized weights cannot train. Give `lora`, which "
-                "trains adapters on them, or leave it out."
-            )
-    targets = [] if lora is None or isinstance(lora.target_modules, str) else lora.target_modules
-    adapted = [target for target in targets if target.rsplit(".", 1)[-1] in EMBEDDINGS]
-    if adapted and source.quantize_embeddings != "none" and name != "reference":
-        raise ValueError(
-            f"`lora.target_modules` names {adapted[0]!r}, and `{name}.quantize_embeddings="
-            f"{source.quantize_embeddings!r}` holds it in a form that takes no adapter. Leave one of the two out."
-        )
-
-
 def build_roles(plan: RolePlan, device: torch.device) -> Roles:
     """Load the models on the CPU and return the roles as views of them.
 
@@ -245,7 +217,9 @@ def build_roles(plan: RolePlan, device: torch.device) -> Roles:
             )
         else:
             model = _transform("reference", copy.deepcopy(actor_model), plan)
-        reference = RoleView(RoleModel(freeze(model)).eval(), "logprobs")
+        spread = isinstance(plan.reference, RoleConfig) and plan.reference.device_map is not None and not plan.empty
+        store = RoleModel(freeze(model), home=home_of(model) if spread else None)
+        reference = RoleView(store.eval(), "logprobs", computes_on=store.home)
 
     critic_model: Any = None
     if plan.has_critic and plan.layout == "separate":
@@ -316,6 +290,7 @@ def check_source(name: str, value: Source) -> RoleConfig | nn.Module | None:
             f"`{name}.sharded={config.sharded!r}`: a trained role is cut over the ranks or whole on each as the "
             "strategy says. Choose it with `Trainer(strategy=...)`."
         )
+    check_map(name, config)
     if config.sharded and config.device is not None:
         raise ValueError(
             f"`{name}.sharded` cuts the role over the ranks' own devices, and `{name}.device={config.device!r}` puts "
@@ -380,6 +355,8 @@ def load_role(role: str, source: RoleConfig | nn.Module, plan: RolePlan, device:
             raise ValueError(f"`{role}.quantize` and a callback quantize the same weights. Leave one of the two out.")
         home = device if source.device is None else torch.device(source.device)
         extra = {**extra, **loading_options(source.quantize, home)}
+    if source.device_map is not None:
+        extra = {**extra, "device_map": source.device_map}
     from safetensors import SafetensorError
 
     try:

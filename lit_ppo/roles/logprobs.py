@@ -64,8 +64,9 @@ def token_logprobs(
         return fused_logprobs(hidden, targets, linear, tempering, entropy=entropy, chunk_elements=chunk_elements)
 
     def run(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        logprob, _, entropies = plain_forward(head(h), t, tempering, entropy)
-        return logprob, entropies
+        logits = head(h)  # of a role on several devices perhaps elsewhere
+        logprob, _, entropies = plain_forward(logits, t.to(logits.device), tempering, entropy)
+        return logprob.to(h.device), None if entropies is None else entropies.to(h.device)
 
     rows = max(1, chunk_elements // head_width(head, hidden))
     if len(hidden) <= rows:

@@ -24,12 +24,19 @@ class RoleModel(nn.Module):
         model: A causal LM (log-probs), or a one-label sequence classifier (values).
         value_head: A linear layer with one output, for values from a causal LM's trunk.
         frozen: Names of adapters that are neither trained nor saved.
+        home: Where a model that accelerate has put on its devices takes its input; it is not moved then.
     """
 
-    def __init__(self, model: nn.Module, value_head: nn.Module | None = None, frozen: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        value_head: nn.Module | None = None,
+        frozen: tuple[str, ...] = (),
+        home: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.model: Any = model
-        self.value_head, self.frozen = value_head, frozen
+        self.value_head, self.frozen, self.home = value_head, frozen, home
         self.packs = False
         self._tuners = tuner_layers(model) if hasattr(model, "peft_config") else []
 
@@ -115,7 +122,7 @@ class RoleModel(nn.Module):
         if self.packs:
             ids = torch.cat([rollout.prompts.ids, rollout.ids], dim=1)
             own = self.base.config.get_text_config()._attn_implementation
-            return packed_states(decoder, ids, layout, own).index_select(0, layout.states)
+            return packed_states(decoder, ids, layout, own).to(ids.device).index_select(0, layout.states)
         ids = torch.cat([rollout.prompts.ids, rollout.ids[:, :-1]], dim=1)
         mask = torch.cat([rollout.prompts.mask, rollout.mask[:, :-1]], dim=1)
         hidden: Tensor = decoder(
@@ -124,7 +131,7 @@ class RoleModel(nn.Module):
             position_ids=(mask.long().cumsum(1) - 1).clamp(min=0),
             use_cache=False,
         ).last_hidden_state
-        return hidden.flatten(0, 1).index_select(0, layout.padded_states)
+        return hidden.to(ids.device).flatten(0, 1).index_select(0, layout.padded_states)
 
     def pack(self) -> str | None:
         """Run without padding from now on, if the model can.

@@ -212,10 +212,11 @@ def _flash_built(device: int) -> bool:
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpec) -> Tensor:
     # The operator under torch.nn.attention.varlen.varlen_attn, whose own signature differs between torch 2.11 and 2.13.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    bounds = packing.bounds.to(q.device)  # of a role on several devices
     longest = max(2, *packing.lengths)  # queries of one token alone would be laid out in another way
     window = None if spec.window is None or spec.window >= longest else spec.window - 1
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        q, k, v, packing.bounds, packing.bounds, longest, longest, 0.0, True, False,
+        q, k, v, bounds, bounds, longest, longest, 0.0, True, False,
         scale=spec.scale, window_size_left=window, window_size_right=None if window is None else 0,
     )[0]  # fmt: skip
     return out

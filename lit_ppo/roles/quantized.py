@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_ppo.config import LoRAConfig, RoleConfig
+
+EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
+"""What transformers calls the embeddings of its decoders."""
+
 
 def check_quantize(option: str, mode: str, config: Any) -> None:
     """Check that a source can be quantized while it is loaded.
@@ -32,14 +37,40 @@ def check_quantize(option: str, mode: str, config: Any) -> None:
         raise ValueError(f"`{option}={mode!r}`: its weights are saved quantized already. Leave it out.")
 
 
-def quantizes(source: Any) -> bool:
-    """Whether a role's source is quantized while it is loaded, which every rank then does by itself.
+def check_frozen(name: str, source: RoleConfig, lora: LoRAConfig | None) -> None:
+    """Check that no quantized weight is to be trained.
+
+    Args:
+        name: Of the role.
+        source: Its options.
+        lora: The run's adapters.
+
+    Raises:
+        ValueError: One is.
+    """
+    for option in ("quantize", "quantize_embeddings"):
+        if getattr(source, option) != "none" and name != "reference" and lora is None:
+            raise ValueError(
+                f"`{name}.{option}={getattr(source, option)!r}`: quantized weights cannot train. Give `lora`, which "
+                "trains adapters on them, or leave it out."
+            )
+    targets = [] if lora is None or isinstance(lora.target_modules, str) else lora.target_modules
+    adapted = [target for target in targets if target.rsplit(".", 1)[-1] in EMBEDDINGS]
+    if adapted and source.quantize_embeddings != "none" and name != "reference":
+        raise ValueError(
+            f"`lora.target_modules` names {adapted[0]!r}, and `{name}.quantize_embeddings="
+            f"{source.quantize_embeddings!r}` holds it in a form that takes no adapter. Leave one of the two out."
+        )
+
+
+def loaded_by_each(source: Any) -> bool:
+    """Whether a role's source is quantized while it is loaded, or spread over devices, which each rank does by itself.
 
     Args:
         source: A RoleConfig or the dict of one; anything else is not.
     """
-    mode = source.get("quantize") if isinstance(source, dict) else getattr(source, "quantize", None)
-    return mode not in (None, "none")
+    given = source if isinstance(source, dict) else vars(source) if isinstance(source, RoleConfig) else {}
+    return given.get("quantize") not in (None, "none") or given.get("device_map") is not None
 
 
 def loading_options(mode: str, device: torch.device) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from torch import nn
 
 from lit_ppo.config import LoRAConfig, RoleConfig
 from lit_ppo.roles.adapters import VALUE, add_adapters
-from lit_ppo.roles.build import RolePlan, Source, check_frozen, check_source, load_role, read_config, sourceless
+from lit_ppo.roles.build import RolePlan, Source, check_source, load_role, read_config, sourceless
 from lit_ppo.roles.loading import critic_from, empty_model
 from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.roles.names import trained_parameters
-from lit_ppo.roles.quantized import check_quantize
+from lit_ppo.roles.quantized import check_frozen, check_quantize
 from lit_ppo.roles.sources import first_line
 
 
