@@ -155,7 +155,7 @@ def case(
         "actor": shape,
         "reward": reward_model or "lit_ppo.rewards.rules.length_penalty",
         "sampling": {"max_new_tokens": new, "temperature": 1.0, "stop_tokens": []},
-        "ppo": {"epochs": 1, "micro_batch_size": micro, "rollout_engine": engine},
+        "ppo": {"epochs": 1, "micro_batch_size": micro, "rollout_engine": engine, "fused_layers": True},
     }
     if kind != "full":
         model["lora"] = {"r": 16}

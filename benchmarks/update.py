@@ -2,7 +2,7 @@
 
     python benchmarks/update.py --shapes 1.5B 8B --out docs/benchmarks/update.md
     python benchmarks/update.py --shapes 1.5B --profile         # which kernels take the time
-    python benchmarks/update.py --compile RMSNorm               # what fusing such modules would give
+    python benchmarks/update.py --layers plain fused liger      # what fused layers give; Liger's if it is installed
 
 1.5B is trained whole, 8B by LoRA (rank 16, all linear layers) on a frozen trunk, all in bfloat16 as under
 `precision="bf16-true"`; random weights of the true shapes. Half of each sequence is response. `--tokens` real tokens
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lit_ppo.algo.cut import by_tokens
 from lit_ppo.config import LoRAConfig
 from lit_ppo.experience import Prompts, Rollout
 from lit_ppo.roles.adapters import POLICY, add_adapters
+from lit_ppo.roles.fused_layers import fuse, unfuse
 from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.speed import Work
 
@@ -62,6 +64,17 @@ def lengths_of(kind: str, tokens: int, mean: int) -> list[int]:
         return [mean] * count
     low = 2 * mean / 9
     return [round(low * (1 + 7 * i / max(1, count - 1))) for i in range(count)]
+
+
+def with_layers(how: str, model: Any) -> None:
+    """Compute norms, SwiGLU and rotary embeddings as transformers does, by our kernels, or by Liger's."""
+    unfuse(model)
+    if how == "fused":
+        print(f"fused: {fuse(model)}", flush=True)
+    if how == "liger":
+        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def step(view: RoleView, parts: list[Rollout]) -> None:
@@ -110,7 +123,9 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=16_384)
     parser.add_argument("--mean", type=int, default=512, help="mean length of a sequence")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compile", nargs="*", default=[], help="classes (ends of their names) to compile one by one")
+    parser.add_argument("--layers", nargs="*", default=["fused"], choices=["plain", "fused", "liger"])
+    parser.add_argument("--lengths", nargs="*", default=["equal", "varying"], choices=["equal", "varying"])
+    parser.add_argument("--forwards", nargs="*", default=["packed", "padded"], choices=["packed", "padded"])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -120,42 +135,38 @@ def main() -> None:
         "# The update",
         "",
         f"{where}, torch {torch.__version__}; `benchmarks/update.py` says what is counted. {args.tokens:,} tokens in",
-        f"sequences of {args.mean} in the mean, micro-batches of {args.micro:,}; `varying` lengths go from 1 to 8."
-        + f" Compiled: {', '.join(args.compile)}." * bool(args.compile),
+        f"sequences of {args.mean} in the mean, micro-batches of {args.micro:,}; `varying` lengths go from 1 to 8.",
         "",
-        "| model | lengths | forwards | tokens/s | MFU | peak GiB |",
-        "|---|---|---|---|---|---|",
+        "| model | lengths | forwards | layers | tokens/s | MFU | peak GiB |",
+        "|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    for shape in args.shapes:
+    layers = sorted(args.layers, key="liger".__eq__)  # last, as it changes transformers for good
+    for how, shape in product(layers, args.shapes):
         store, adapter, cost = store_of(shape, device)
+        with_layers(how, store.base)
         view = RoleView(store.train(), "logprobs", adapter)
-        for module in store.modules():
-            if type(module).__name__.endswith(tuple(args.compile)) and args.compile:
-                module.compile(dynamic=True)
-        for kind in ("equal", "varying"):
+        name = f"{shape}{' LoRA' * (adapter is not None)}"
+        for kind, forwards in product(args.lengths, args.forwards):
             whole = batch_of(lengths_of(kind, args.tokens, args.mean), SHAPES[shape][1]["vocab_size"], device)
             sizes = [sum(size) for size in whole.on_host()]
-            for packs in (True, False):
-                if packs and (reason := store.pack()) is not None:
-                    raise SystemExit(f"{shape} cannot run packed: {reason}")
-                if not packs:
-                    store.pad()
-                parts = [whole.part(torch.tensor(rows)) for rows in by_tokens(sizes, args.micro)]
-                if args.profile:
-                    print(f"{shape}, {kind}, {'packed' if packs else 'padded'}")
-                    profile(view, parts[:1])
-                    continue
-                try:
-                    seconds, peak = measure(view, parts, device, args.repeats)
-                    rate = sum(sizes) / seconds
-                    row = f"{rate:,.0f} | {rate * cost / PEAK:.1%} | {peak:.1f} |"
-                except torch.OutOfMemoryError:
-                    row = "out of memory | | |"
-                lines.append(
-                    f"| {shape}{' LoRA' * (adapter is not None)} | {kind} | {'packed' if packs else 'padded'} | {row}"
-                )
-                print(lines[-1], flush=True)
+            if forwards == "packed" and (reason := store.pack()) is not None:
+                raise SystemExit(f"{shape} cannot run packed: {reason}")
+            if forwards == "padded":
+                store.pad()
+            parts = [whole.part(torch.tensor(rows)) for rows in by_tokens(sizes, args.micro)]
+            if args.profile:
+                print(f"{shape}, {kind}, {forwards}, {how} layers")
+                profile(view, parts[:1])
+                continue
+            try:
+                seconds, peak = measure(view, parts, device, args.repeats)
+                rate = sum(sizes) / seconds
+                row = f"{rate:,.0f} | {rate * cost / PEAK:.1%} | {peak:.1f} |"
+            except torch.OutOfMemoryError:
+                row = "out of memory | | |"
+            lines.append(f"| {name} | {kind} | {forwards} | {how} | {row}")
+            print(lines[-1], flush=True)
         del store, view
     if args.out is not None:
         args.out.write_text("\n".join(lines) + "\n")

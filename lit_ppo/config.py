@@ -169,6 +169,9 @@ class PPOConfig:
     packing: bool = True
     """Run the real tokens of a micro-batch as one row, without padding. A model that cannot runs padded, with a line
     that says why."""
+    fused_layers: bool = True
+    """On CUDA, in 16 bits or mixed precision: norms, SwiGLU and rotary embeddings as one kernel each, for modules whose
+    own code computes what the kernels do (docs/packing.md). False: transformers' modules as they are."""
     score_batch_size: int | None = None
     """Sequences in one forward of the score phase. None: as `micro_batch_size` (then the first ratio is exactly 1)."""
     rollout_batch_size: int | None = None

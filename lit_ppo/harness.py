@@ -18,6 +18,7 @@ from lit_ppo.plan import live
 from lit_ppo.rewards import TrunkReward, build_rewards
 from lit_ppo.rewards.config import RewardConfig
 from lit_ppo.roles.build import Roles, build_roles
+from lit_ppo.roles.fused_layers import fuse_if
 from lit_ppo.rollout.base import RolloutEngine, Sampling
 from lit_ppo.rollout.select import build_engine
 from lit_ppo.speed import Work
@@ -127,12 +128,14 @@ class PPOHarness(Harness):
         super().configure_model()
         if self.rewards is not None and self._trainer is not None:
             self.rewards.load(self.target_device, self.role_load_kwargs, self.role_transforms)
+            fuse_if(self.ppo.fused_layers, self.rewards.models.values())
             self.fingerprints |= checkpoint.reward_fingerprints(self)
 
     def adopt(self, views: Roles) -> None:
         """Take the models, and make the engine that samples from the actor."""
         super().adopt(views)
         self.bind_rewards()
+        fuse_if(self.ppo.fused_layers, (view.store for view in views.all().values()))
         if self.ppo.packing and (reason := views.pack()) is not None:
             rank_zero_info(f"The models run padded: {reason}.")
         object.__setattr__(

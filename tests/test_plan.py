@@ -26,6 +26,7 @@ from lit_ppo.plan.stand_ins import kernels
 from lit_ppo.plan.trace import _recompute, rows_of
 from lit_ppo.plan.track import ROUND, Tracker, tracing
 from lit_ppo.roles.build import RolePlan, build_roles
+from lit_ppo.roles.fused_layers import fuse
 from lit_ppo.sharding.units import layers
 
 pytestmark = [
@@ -73,6 +74,7 @@ def real_roles(setup: Any) -> Any:
         has_reference=setup.reference is not None, config=setup.actor.config, seed=0,
     )  # fmt: skip
     roles = build_roles(plan, torch.device("cpu"))
+    fuse(*(view.store for view in roles.all().values()))
     assert roles.pack() is None
     return roles
 
@@ -131,6 +133,23 @@ def test_weights_gradients_and_optimizer_state_are_counted_as_they_are(options):
         assert store.trained == sum(p.nbytes for p in trained)
         assert store.state == 2 * store.trained  # float32: two moments
     assert ("reference" in forecast.stores) == (setup.lora is None)
+
+
+def test_fused_layers_keep_less_in_16_bits_and_change_nothing_in_float32():
+    kept = {
+        (precision, on): Forecast(setup_of(trainer={"precision": precision}, ppo={"fused_layers": on})[0])
+        .step("actor")
+        .kept.at(6)
+        for precision in ("bf16-true", "bf16-mixed", "32-true")
+        for on in (True, False)
+    }
+    assert kept["32-true", True] == kept["32-true", False]
+    assert kept["bf16-mixed", True] < 0.95 * kept["bf16-mixed", False]
+    # A layer: its inputs, two norms, q, k, v, their rotations and output, gate, up, and what the last projection is
+    # given, in 2 bytes; per token and in elements of the hidden size 64 (the MLP's is 160).
+    tokens, elements = 2 * 63, 4 * 64 + 2 * 64 + 2 * 32 + 32 + 64 + 3 * 160
+    assert kept["bf16-true", True] == pytest.approx(6 * 2 * tokens * elements, rel=0.25)
+    assert kept["bf16-true", True] < 0.7 * kept["bf16-true", False]
 
 
 def test_a_trace_makes_no_weights_and_reads_masks():

@@ -24,6 +24,7 @@ def forecast(row: dict[str, Any]) -> Forecast:
     for name, fields in row["models"].items():
         fields = dict(fields)
         models[name] = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    row["config"]["model"]["ppo"].setdefault("fused_layers", False)  # measured before there were such
     return Forecast(read_setup(row["config"], lambda role, source: models[source.source], card=CARD))
 
 

@@ -14,6 +14,7 @@ from lit_ppo.plan.roles import HEADS, fake_model, fake_roles, kv_bytes, layers_o
 from lit_ppo.plan.setup import Model, Setup
 from lit_ppo.plan.stand_ins import quantize
 from lit_ppo.plan.trace import Step, prefill, rewarding, rows_of, sampling, scoring, training_step
+from lit_ppo.roles.fused_layers import fuse_if
 from lit_ppo.roles.model import RoleView
 from lit_ppo.sharding.units import layers
 
@@ -139,6 +140,7 @@ class Forecast:
             repr((s.lora, [adapter.settings for adapter, _ in s.frozen])),
             s.precision,
             s.ppo.packing,
+            s.ppo.fused_layers,
             *map(_key, (s.actor, s.critic, s.reference)),
         )
         if key not in self.traces:
@@ -339,6 +341,7 @@ class Forecast:
         key = ("reward", name, _key(model), rows, self.setup.length)
         if key not in self.traces:
             made = pretend(fake_model(model, 2, classifier=True))
+            fuse_if(self.setup.ppo.fused_layers, [made])
             if model.quantize != "none":
                 quantize(made, HEADS)
             self.traces[key] = rewarding(made, rows, self.setup.length)

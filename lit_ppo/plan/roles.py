@@ -14,6 +14,7 @@ from lit_ppo.plan.setup import TRUE, Model, Setup
 from lit_ppo.plan.stand_ins import quantize
 from lit_ppo.plan.track import ROUND, faking
 from lit_ppo.roles.build import RolePlan, Roles, build_roles
+from lit_ppo.roles.fused_layers import fuse_if
 from lit_ppo.roles.int8 import quantize_embeddings_
 from lit_ppo.roles.single import OneRole, build_scorer
 
@@ -146,6 +147,7 @@ def _finished(setup: Setup, roles: Any) -> Any:
         if model is not None and model.quantize != "none" and not hasattr(view.store, "packed"):
             view.store.packed = {id(layer.weight) for layer in quantize(view.store, HEADS)}
             view.store.mode = model.quantize
+    fuse_if(setup.ppo.fused_layers, (view.store for view in views.values()))
     if setup.ppo.packing:
         roles.pack()
     return roles

@@ -57,6 +57,7 @@ def read_stage(
         kl_coef=0.0,
         rollout_engine="hf",
         packing=options.get("packing", True),
+        fused_layers=options.get("fused_layers", True),
         micro_batch_size=options.get("micro_batch_size"),
         micro_batch_tokens=options.get("micro_batch_tokens"),
     )

@@ -44,13 +44,14 @@ def attention(
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """Compute, for as long as this lasts, as on a GPU: attention by tiles, and the head's fused kernels."""
+    """Compute, for as long as this lasts, as on a GPU: attention by tiles, and the fused head and layers."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from lit_ppo.roles import fused_head, packed
+    from lit_ppo.roles import fused_head, fused_layers, packed
 
     changes: list[tuple[Any, str, Any]] = [
         (fused_head, "kernels_for", lambda logits: _Head),
+        (fused_layers, "kernels_for", lambda x: _Layers),
         (packed, "_flash_serves", lambda *args: True),
         (packed, "_flash", _flash_packed),
     ]
@@ -92,6 +93,34 @@ class _Head:
     @staticmethod
     def backward_(logits: Tensor, *_: Any) -> Tensor:
         return logits
+
+
+class _Layers:
+    """The kernels of the fused layers: their results, a number a row of a norm, and partial sums of its gradient."""
+
+    @staticmethod
+    def norm(x: Tensor, weight: Tensor, eps: float, kind: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x, dtype=kind.out_dtype(x, weight)), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+    @staticmethod
+    def norm_backward(
+        grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, kind: Any, weighs: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        grad_x = torch.empty_like(x)
+        parts = weight.new_empty(min(512, rstd.numel()), len(weight), dtype=torch.float32) if weighs else None
+        return grad_x, None if parts is None else torch.empty_like(weight)
+
+    @staticmethod
+    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(gate), torch.empty_like(up)
+
+    @staticmethod
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, back: bool) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
 
 
 class _Dequantized(torch.autograd.Function):

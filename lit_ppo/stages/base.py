@@ -22,6 +22,7 @@ from lit_ppo.output import check_output
 from lit_ppo.plan import live
 from lit_ppo.ranks import check_same, distributed
 from lit_ppo.roles.build import RolePlan, Source
+from lit_ppo.roles.fused_layers import fuse_if
 from lit_ppo.roles.model import RoleView
 from lit_ppo.roles.single import plan_role
 from lit_ppo.roles.sources import context_length
@@ -273,6 +274,7 @@ class StageModule(Harness):
     def adopt(self, views: Any) -> None:
         """Take the model, packed if it can be."""
         super().adopt(views)
+        fuse_if(self.options.fused_layers, [self.view.store])
         if self.options.packing and (reason := views.pack()) is not None:
             rank_zero_info(f"The model runs padded: {reason}.")
 

@@ -44,6 +44,8 @@ class SFTConfig:
     """Instead of `micro_batch_size`: micro-batches of so many tokens, whatever the number of examples."""
     packing: bool = True
     """Run the real tokens of a micro-batch as one row without padding, if the model can (docs/packing.md)."""
+    fused_layers: bool = True
+    """Norms, SwiGLU and rotary embeddings as one kernel each, on CUDA in 16 bits (docs/packing.md)."""
     max_grad_norm: float | None = 1.0
     """The gradient norm is clipped to this; None is off."""
 
@@ -64,6 +66,8 @@ class RankingConfig:
     """Instead of `micro_batch_size`: micro-batches of so many tokens, whatever the number of pairs."""
     packing: bool = True
     """Run the real tokens of a micro-batch as one row without padding, if the model can (docs/packing.md)."""
+    fused_layers: bool = True
+    """Norms, SwiGLU and rotary embeddings as one kernel each, on CUDA in 16 bits (docs/packing.md)."""
     max_grad_norm: float | None = 1.0
     """The gradient norm is clipped to this; None is off."""
     normalize: str = "mean"

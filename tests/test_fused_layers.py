@@ -1,0 +1,416 @@
+"""Fused norms, SwiGLU and rotary embeddings against transformers' own modules, in values and gradients."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from types import MethodType
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from lit_ppo import PPOLightningModule
+from lit_ppo.config import LoRAConfig
+from lit_ppo.plan.trace import _recompute
+from lit_ppo.roles import fused_layers as fl
+from lit_ppo.roles.adapters import POLICY, add_adapters
+from lit_ppo.roles.fused_layers import fuse, unfuse
+from lit_ppo.roles.model import RoleModel, probe
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+HALVES = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # Triton's interpreter cuts bfloat16 off
+NORMS = [llama.LlamaRMSNorm, GemmaRMSNorm, Olmo2RMSNorm]
+
+
+def serve(patch):
+    """Have the kernels serve everything: on the CPU Triton's interpreter runs them."""
+    pytest.importorskip("triton")
+    from lit_ppo.roles import layer_kernels
+
+    patch.setattr(fl, "_serving", lambda x: layer_kernels if x.numel() else None)
+    return layer_kernels
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    return serve(monkeypatch)
+
+
+def gap(ours, theirs) -> float:
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    assert torch.isfinite(ours).all()
+    least = 0.05 * theirs.numel() ** 0.5  # of few numbers a gradient may cancel out
+    return float(
+        (ours.detach().double() - theirs.detach().double()).norm() / theirs.detach().double().norm().clamp(min=least)
+    )
+
+
+def limit(dtype) -> float:
+    return {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+
+
+def both(module, inputs, dtype=None, frozen=False):
+    """Outputs and gradients of a module as it is and fused, for the same inputs."""
+    module.requires_grad_(not frozen)
+    found = []
+    for on in (False, True):
+        (fuse if on else unfuse)(module)
+        given = [x.detach().clone().requires_grad_() for x in inputs]
+        module.zero_grad()
+        out = module(*given)
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out))
+        found.append([out.detach(), *(x.grad for x in given), *(p.grad for p in module.parameters() if not frozen)])
+    unfuse(module)
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert gap(ours, theirs) < limit(dtype or ours.dtype)
+
+
+def norm_of(kind, width, dtype=torch.float32):
+    made = kind(width, eps=1e-5)
+    nn.init.normal_(made.weight, 0.5, 0.3)
+    return made.to(DEVICE, dtype)
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(NORMS), st.integers(1, 3), st.integers(1, 9), st.integers(1, 300), st.booleans())
+def test_norms(kind, batch, length, width, frozen):
+    with pytest.MonkeyPatch.context() as patch:
+        serve(patch)
+        both(norm_of(kind, width), [torch.randn(batch, length, width, device=DEVICE)], frozen=frozen)
+
+
+def test_a_norm_of_more_rows_than_partial_sums_and_of_an_input_that_is_not_contiguous(fused, monkeypatch):
+    monkeypatch.setattr(fused, "PARTS", 3)
+    monkeypatch.setattr(fused, "TILE", 128)
+    both(norm_of(llama.LlamaRMSNorm, 40), [torch.randn(40, 2, 11, device=DEVICE).permute(2, 1, 0)])
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norms_round_where_transformers_rounds(fused, kind, dtype):
+    module = norm_of(kind, 96, dtype)
+    x = torch.randn(50, 96, device=DEVICE, dtype=dtype)
+    expected = module(x)
+    fuse(module)
+    same = (module(x) == expected).float().mean()
+    assert same > 0.99  # but where the order of a sum decides
+    unfuse(module)
+    both(module, [x], dtype)
+
+
+def test_a_norm_of_float32_weights_over_16_bits_gives_what_transformers_gives(fused):
+    for kind in NORMS:
+        module = norm_of(kind, 48)
+        x = torch.randn(5, 48, device=DEVICE).half().requires_grad_()
+        expected = module(x)
+        wanted = torch.autograd.grad(expected.float().square().sum(), [x, module.weight])
+        fuse(module)
+        assert gap(module(x), expected) < 2e-4
+        got = torch.autograd.grad(module(x).float().square().sum(), [x, module.weight])
+        for ours, theirs in zip(got, wanted, strict=True):
+            assert gap(ours, theirs) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("width", [1, 50, 2500])
+def test_swiglu(fused, dtype, width):
+    config = tiny.CONFIGS["llama"].__class__(**tiny.SHAPE | {"intermediate_size": width})
+    module = llama.LlamaMLP(config).to(DEVICE, dtype)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    both(module, [torch.randn(3, 7, 32, device=DEVICE, dtype=dtype)], dtype)
+
+
+@pytest.mark.parametrize(("dtype", "table"), [(torch.float32, torch.float32), *((d, d) for d in HALVES),
+                                              (HALVES[-1], torch.float32)])  # fmt: skip
+@pytest.mark.parametrize(("batch", "shared", "heads", "kv_heads", "length", "dim"), [
+    (2, False, 3, 1, 5, 24), (3, True, 9, 4, 2, 128), (1, True, 33, 33, 1, 64), (1, False, 1, 1, 7, 2)])  # fmt: skip
+def test_rotary(fused, dtype, table, batch, shared, heads, kv_heads, length, dim):
+    """Cosines that differ between the two halves, which none of the models has, prove the backward."""
+    q, k = (torch.randn(batch, length, n, dim, device=DEVICE).to(dtype).transpose(1, 2) for n in (heads, kv_heads))
+    cos, sin = torch.randn(2, 1 if shared else batch, length, dim, device=DEVICE).to(table)
+    found = []
+    for run in (llama.apply_rotary_pos_emb, lambda *x: fl._rotate(llama.apply_rotary_pos_emb, *x)):
+        inputs = [q.clone().requires_grad_(), k.contiguous().requires_grad_()]
+        outs = run(*inputs, cos, sin)
+        draw = torch.Generator().manual_seed(1)
+        loss = sum((o * torch.randn(o.shape, generator=draw).to(o)).sum() for o in outs)
+        found.append([*(o.detach() for o in outs), *torch.autograd.grad(loss, inputs)])
+    for i, (ours, theirs) in enumerate(zip(found[1], found[0], strict=True)):
+        assert i > 1 or torch.equal(ours, theirs) or dtype == torch.float32
+        assert gap(ours, theirs) < limit(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------ whole models
+
+
+def step(model, ids):
+    """Logits and gradients of a causal language model."""
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    loss = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).mean()
+    loss.backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def made(kind, **changes):
+    config = AutoConfig.for_model(kind, **tiny.SHAPE | changes)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).to(DEVICE)
+
+
+def tokens(batch=2, length=9):
+    return torch.randint(3, tiny.VOCAB, (batch, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2", "gemma3_text"])
+def test_whole_models(fused, kind):
+    model = made(kind)
+    names = list(model.state_dict())
+    expected = step(model, tokens())
+    counts = fuse(model)
+    assert counts["rotary"] == 2
+    assert counts["norms"] >= 5
+    assert counts["gated"] == (0 if "gemma" in kind else 2)
+    for ours, theirs in zip(step(model, tokens()), expected, strict=True):
+        assert gap(ours, theirs) < 1e-5
+    assert list(model.state_dict()) == names
+
+
+def test_adapters_checkpointing_packing_and_offloading(fused):
+    """LoRA, in a packed forward whose layers are computed again from what has been copied."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    results = []
+    for on in (False, True):
+        base = made("qwen2")
+        (fuse if on else unfuse)(base)
+        store = RoleModel(add_adapters(base.requires_grad_(False), LoRAConfig(r=2), [POLICY], seed=0)).to(DEVICE)
+        for name, parameter in store.named_parameters():
+            if "lora_B" in name:
+                torch.manual_seed(len(name))
+                nn.init.normal_(parameter, std=0.02)
+        assert store.pack() is None
+        store.train()
+        for layer in base.model.layers:
+            _recompute(layer, store, True)
+        with saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+            logprobs, _ = store("logprobs", POLICY, probe(3, tiny.VOCAB).to(DEVICE))
+        logprobs.square().sum().backward()
+        results.append([logprobs.detach(), *(p.grad for p in store.parameters() if p.grad is not None)])
+        assert fuse(base)["norms"] == 5  # still, under PEFT's wrapper
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert gap(ours, theirs) < 1e-5
+
+
+def test_less_is_kept_for_the_backward(fused):
+    """A norm keeps its input and a number a row, SwiGLU gate and up; the projections keep what they are given."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    kept = []
+    for on in (False, True):
+        model = made("llama", num_hidden_layers=1)
+        (fuse if on else unfuse)(model)
+        layer, weights = model.model.layers[0].mlp, {p.data_ptr() for p in model.parameters()}
+        norm, found = model.model.norm, {}
+        with saved_tensors_hooks(lambda x, found=found: found.setdefault(x.data_ptr(), x), lambda x: x):
+            x = torch.randn(2, 8, 32, device=DEVICE, requires_grad=True)
+            out = layer(norm(x))
+        kept.append(sum(x.nbytes for place, x in found.items() if place not in weights))
+        del out
+    tokens, hidden, middle = 16, 32, 48
+    assert kept[1] == 4 * tokens * (2 * hidden + 3 * middle + 1)
+    assert kept[1] < 0.8 * kept[0]
+
+
+def test_only_cuda_and_16_bits_or_autocast_are_served(monkeypatch):
+    x = torch.randn(2, 3)
+    assert fl._serving(x.half()) is None  # not on CUDA
+    kernels = serve_cpu(monkeypatch)
+    assert fl._serving(x.half()) is fl._serving(x.bfloat16()) is kernels
+    assert fl._serving(x) is fl._serving(x.double()) is fl._serving(x[:0].half()) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fl._serving(x) is kernels
+        assert fl._serving(x.double()) is None
+
+
+def serve_cpu(patch):
+    pytest.importorskip("triton")
+    from lit_ppo.roles import layer_kernels
+
+    patch.setattr(fl, "kernels_for", lambda x: layer_kernels)
+    return layer_kernels
+
+
+def test_in_float32_the_bits_are_those_of_the_model(monkeypatch):
+    serve_cpu(monkeypatch)
+    model = made("llama")
+    expected = step(model, tokens())
+    fuse(model)
+    for ours, theirs in zip(step(model, tokens()), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_autocast(monkeypatch):
+    serve_cpu(monkeypatch)
+    model = made("qwen3")
+    with torch.autocast(DEVICE.type, torch.float16):
+        expected = step(model, tokens())
+        fuse(model)
+        for ours, theirs in zip(step(model, tokens()), expected, strict=True):
+            assert gap(ours, theirs) < 5e-3
+
+
+def test_what_computes_otherwise_is_left_alone():
+    class Odd(llama.LlamaRMSNorm):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    class Careless(llama.LlamaRMSNorm):
+        def forward(self, hidden_states):
+            x = hidden_states.float()
+            return self.weight * (x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)).to(
+                hidden_states.dtype
+            )
+
+    config = tiny.CONFIGS["llama"].__class__(**tiny.SHAPE, hidden_act="gelu")
+    mine = llama.LlamaRMSNorm(8)
+    mine.forward = lambda x: x
+    modules = nn.ModuleList([Odd(8), Careless(8), nn.RMSNorm(8, 1e-6), nn.LayerNorm(8), mine, llama.LlamaMLP(config)])
+    assert fuse(modules) == {"norms": 0, "gated": 0, "rotary": 0}
+    assert mine.forward(3) == 3
+    unfuse(modules)
+    assert mine.forward(3) == 3
+    assert fuse(made("cohere"))["norms"] == 0  # layer norms, and a rotary embedding of neighbours
+    assert fuse(made("cohere"))["rotary"] == 0
+
+
+def test_a_forward_that_is_asked_for_more_is_the_models_own(fused):
+    q, table = torch.randn(1, 2, 3, 8), torch.randn(2, 1, 3, 8)
+    own = llama.apply_rotary_pos_emb
+    for ours, theirs in zip(
+        fl._rotate(own, q.transpose(1, 2), q.transpose(1, 2), *table, unsqueeze_dim=2),
+        own(q.transpose(1, 2), q.transpose(1, 2), *table, unsqueeze_dim=2),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+    norm = llama.LlamaRMSNorm(8)
+    fuse(norm)
+    assert torch.equal(norm(hidden_states=q), llama.LlamaRMSNorm(8)(q))
+
+
+def test_nothing_but_instances_changes_and_it_can_be_taken_back():
+    before = [llama.LlamaRMSNorm.forward, llama.LlamaAttention.forward, llama.apply_rotary_pos_emb]
+    state = torch.random.get_rng_state()
+    model, other = tiny.model("llama"), tiny.model("llama", seed=1)
+    counts = fuse(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [llama.LlamaRMSNorm.forward, llama.LlamaAttention.forward, llama.apply_rotary_pos_emb] == before
+    assert counts == fuse(model) == {"norms": 5, "gated": 2, "rotary": 2}
+    assert not any("forward" in vars(m) for m in other.modules())
+    twin, saved = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for m in twin.modules():
+        assert "forward" not in vars(m) or (isinstance(m.forward, MethodType) and m.forward.__self__ is m)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    for copied in (twin, saved):
+        assert copied(input_ids=tokens().cpu()).logits.any()
+    unfuse(model)
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_option(on):
+    actor = tiny.model("llama")
+    fuse(actor)
+    critic = AutoModelForSequenceClassification.from_pretrained(tiny.folder("llama", labels=1))
+    module = PPOLightningModule(actor, tiny.count_w1, critic, tokenizer=tiny.tokenizer(), ppo={"fused_layers": on})
+    module.configure_model()
+    for view in module.views.all().values():
+        assert ("forward" in vars(view.store.base.base_model.norm)) == on
+
+
+# ------------------------------------------------------------------------------------------------------------- CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width", "middle", "dim", "heads"), [(1536, 8960, 128, 12), (4096, 14336, 128, 32),
+                                                               (576, 1536, 64, 9), (12288, 1000, 96, 5)])  # fmt: skip
+def test_on_cuda_it_is_as_near_to_the_exact_result_as_transformers_is(dtype, width, middle, dim, heads):
+    """Against float64: the fused error is at most a little above that of the modules themselves."""
+    length = 700
+    config = tiny.CONFIGS["llama"].__class__(**tiny.SHAPE | {"hidden_size": width, "intermediate_size": middle})
+    modules = [*(norm_of(kind, width, dtype) for kind in NORMS), llama.LlamaMLP(config).to("cuda", dtype)]
+    for module in modules:
+        x = torch.randn(2, length, width, device="cuda", dtype=dtype)
+        weight = torch.randn(2, length, width, device="cuda", dtype=dtype)
+        exact = copy.deepcopy(module).double()
+        if module is not modules[-1]:
+            kind, eps = fl._kind_of(module, 1e-5), 1e-5
+
+            def formula(y, w=exact.weight, kind=kind, eps=eps):
+                return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (kind.offset + w)
+
+        found = []
+        for run in (formula if module is not modules[-1] else exact, "plain", "fused"):
+            if isinstance(run, str):
+                (fuse if run == "fused" else unfuse)(module)
+                assert run == "plain" or "forward" in vars(module)
+            y = (x.double() if callable(run) else x).detach().requires_grad_()
+            out = run(y) if callable(run) else module(y)
+            parameters = list((exact if callable(run) else module).parameters())
+            grads = torch.autograd.grad(out, [y, *parameters], weight.to(out))
+            found.append([out.detach().double(), *(g.double() for g in grads)])
+        for truth, plain, ours in zip(*found, strict=True):
+            assert (ours - truth).norm() < 1.1 * (plain - truth).norm() + 1e-6 * truth.norm()
+    q, k = (torch.randn(2, length, n, dim, device="cuda", dtype=dtype).transpose(1, 2) for n in (heads, 1))
+    cos, sin = torch.randn(2, 2, length, dim, device="cuda", dtype=dtype)
+    ours = fl._rotate(llama.apply_rotary_pos_emb, q.requires_grad_(), k, cos, sin)
+    for a, b in zip(ours, llama.apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+        assert torch.equal(a, b)
+    assert "Rotary" in type(ours[0].grad_fn).__name__
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["bfloat16", "float16", "autocast"])
+def test_a_whole_model_on_cuda(mode):
+    """Values and gradients as near to those in float32 as the model's own; equal bits in a second run; a CUDA graph."""
+    from contextlib import nullcontext
+
+    dtype = torch.float32 if mode == "autocast" else getattr(torch, mode)
+    context = torch.autocast("cuda", torch.bfloat16) if mode == "autocast" else nullcontext()
+    model = made("qwen3", hidden_size=256, intermediate_size=700, head_dim=64)
+    ids = tokens(4, 60)
+    exact = step(model, ids)
+    model = model.to(dtype)
+    with context:
+        plain = step(model, ids)
+        assert fuse(model)["norms"] == 9
+        ours = step(model, ids)
+        for a, b in zip(ours, step(model, ids), strict=True):
+            assert torch.equal(a, b) or a.shape[0] == tiny.VOCAB  # the embedding's own gradient adds in any order
+    for a, b, truth in zip(ours, plain, exact, strict=True):
+        assert (a.double() - truth.double()).norm() < 1.3 * (b.double() - truth.double()).norm() + 1e-3 * truth.norm()
+    if mode == "bfloat16":
+        with torch.no_grad():
+            expected = model.model(input_ids=ids, use_cache=False).last_hidden_state
+            graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                model.model(input_ids=ids, use_cache=False, attention_mask=None)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph):
+                out = model.model(input_ids=ids, use_cache=False).last_hidden_state
+            graph.replay()
+        assert torch.equal(out, expected)
