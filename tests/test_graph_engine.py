@@ -29,6 +29,7 @@ from lit_ppo.experience import Prompts
 from lit_ppo.roles.adapters import POLICY, add_adapters
 from lit_ppo.roles.model import RoleModel, RoleView
 from lit_ppo.rollout.base import Draw, resolve_sampling
+from lit_ppo.rollout.board import REQUEST
 from lit_ppo.rollout.graph import GraphEngine
 from lit_ppo.rollout.hf import HFEngine
 from lit_ppo.rollout.scheduler import Feeder, bucket_of
@@ -119,6 +120,25 @@ def test_rows_move_to_the_front_while_the_host_reads_behind():
     ours = engine.generate(prompts, options, DRAW)
     assert len(set(moves)) > 1
     assert_same(ours, HFEngine(view(model)).generate(prompts, options, DRAW))
+
+
+def test_no_row_is_idle_while_prompts_wait():
+    model, prompts = tiny.model(scale=1.0), tiny.prompts(60)
+    options = sampling(model, stop_tokens=[2, 3], max_new_tokens=58)
+    engine = GraphEngine(view(model), max_rows=8, read_behind=1)
+    busy = []
+    inner = engine._step
+
+    def step(rows, *args):
+        if int(engine._board.scalars[0]) < 60:  # the head of the queue
+            busy.append(int((engine._board.rows[REQUEST, :rows] >= 0).sum()))
+        inner(rows, *args)
+
+    engine._step = step
+    rollout = engine.generate(prompts, options, DRAW)
+    assert len(rollout.lengths.unique()) > 10
+    assert sum(busy) >= 0.98 * 8 * len(busy)
+    assert len(busy) > 0.6 * engine.stats["steps"]  # the rest is the end, when none waits
 
 
 def test_samples_of_a_prompt_share_its_prefill(monkeypatch):
