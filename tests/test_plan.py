@@ -249,9 +249,9 @@ def test_under_fsdp_whole_units_are_gathered_and_reduced():
     assert units.layer == (made.stores["actor"].whole - units.root) // config.num_hidden_layers
     assert units.layer_trained == pytest.approx(units.layer, rel=0.01)
     assert units.head_trained == 4 * 256 * 64
-    assert units.at("begin") == 2 * units.root + units.layer
-    assert units.at("reduce") == 2 * units.root_trained + units.root_trained // 4
-    assert units.at("bottom") == units.root + units.root_trained + units.layer + 2 * units.layer_trained
+    assert units.at("begin") == 2 * units.root + 2 * units.layer
+    assert units.at("reduce") == 2 * units.root_trained + units.root_trained // 4 + units.layer_trained
+    assert units.at("bottom") == units.root + units.head_trained + units.layer_trained
     assert made.phases["score"].parts["gathered"] in (units.at("begin"), units.at("forward"))
     critic = made.stores["critic"].units  # its head is a row
     assert critic.root < 0.6 * units.root

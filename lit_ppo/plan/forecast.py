@@ -394,13 +394,15 @@ class Forecast:
                     had = everything if several else done + (own if segment == "bottom" else 0)
                     moment(had, alive + step.peaks[segment].at(n), roots + self._gathered(role, segment))
                 done += own
-                moment(everything if several else done, alive, roots + self._gathered(role, "reduce"))
+                roots += self._root(role, gradients=True)  # all roots are reduced when the whole backward is over
+            for role in roles[: 1 if s.shared else None]:
+                moment(everything, 0, roots - self._root(role, gradients=True) + self._gathered(role, "reduce"))
             moment(everything, max(self._stepping(role) for role in roles))
         return Phase.worst(held, moments)
 
-    def _root(self, role: str) -> int:
+    def _root(self, role: str, gradients: bool = False) -> int:
         units = None if self.setup.shared and role == "critic" else self.stores[role].units
-        return 0 if units is None else units.root
+        return 0 if units is None else units.root + gradients * units.root_trained
 
     def _gradients(self, role: str) -> int:
         if not self.setup.shared:

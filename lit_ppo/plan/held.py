@@ -17,8 +17,8 @@ class Units:
     """Bytes of one store's FSDP units, whole: its root (embedding, head, norms) and one of its decoder layers.
 
     A unit is gathered into one buffer and copied out of it. In a forward the buffer lives until the next unit has
-    arrived, in a backward the next one is fetched ahead. A unit's gradients are copied into one buffer, whose share of
-    this rank is left.
+    arrived and is copied out, in a backward the next one is fetched ahead. A unit's gradients are copied into one
+    buffer, which lives until the next unit's are complete; this rank's share of it is left.
     """
 
     root: int
@@ -35,17 +35,16 @@ class Units:
 
         Args:
             moment: begin (the root has been gathered, the first layer follows), forward, head, top, bottom (as
-                `lit_ppo.plan.trace` cuts a backward), or reduce (what is left for the end: the root's gradients).
+                `lit_ppo.plan.trace` cuts a backward, whose peaks have the gradient that is being made in them), or
+                reduce (what is left for the end: the root's gradients).
         """
-        within = self.root + 2 * self.layer
-        backward = within + 2 * self.layer_trained
         return {
-            "begin": 2 * self.root + self.layer,
-            "forward": within,
-            "head": self.root + self.head_trained + self.layer,
-            "top": backward + self.head_trained,
-            "bottom": backward + self.root_trained - self.layer,
-            "reduce": 2 * self.root_trained + self.root_trained // self.ranks,
+            "begin": 2 * self.root + 2 * self.layer,
+            "forward": self.root + 3 * self.layer,
+            "head": self.root + self.layer,
+            "top": self.root + self.head_trained + 2 * self.layer + 2 * self.layer_trained,
+            "bottom": self.root + self.head_trained + self.layer_trained,
+            "reduce": 2 * self.root_trained + self.root_trained // self.ranks + self.layer_trained,
         }[moment]
 
 

@@ -10,7 +10,7 @@ import pytest
 import spawn
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lit_ppo import OptimConfig
 from lit_ppo.callbacks import OffloadRoles, _paging
@@ -110,3 +110,20 @@ def test_on_cuda_a_rollout_has_the_memory_of_what_is_away(tmp_path, state):
     assert away > 4 * 60_000
     for plain, paged in zip(memory[0][1:], memory[1][1:], strict=True):  # the first one learns
         assert plain - paged >= 0.9 * away
+
+
+@pytest.mark.gpu
+def test_paged_state_under_ddp_is_the_same(tmp_path):
+    """One rank, NCCL; the two runs sample alike, so a difference would show."""
+    found = []
+    for paged in (False, True):
+        optim = OptimConfig(actor_lr=1e-3, critic_lr=2e-3, state="8bit", paged=paged)
+        result = offload_ranks.train(
+            "paged", "ddp", 1, tmp_path, cases.folders(), optim=optim, accelerator="gpu", strategy=DDPStrategy(),
+            limit_train_batches=3, callbacks=[OffloadRoles(["critic", "reference", "reward"])] if paged else [],
+            replay=found[0]["rollouts"] if paged else None,
+        )  # fmt: skip
+        found.append({"weights": result["weights"], "rollouts": result["rollouts"]})
+        torch.distributed.destroy_process_group()
+    for name, weight in found[0]["weights"].items():
+        torch.testing.assert_close(found[1]["weights"][name], weight, rtol=0, atol=1e-5, msg=name)
