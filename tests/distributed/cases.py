@@ -99,10 +99,12 @@ def folders() -> dict[str, str]:
     return {"actor": tiny.folder(TIED), "reward": tiny.folder("qwen2", labels=1), "adapter": tiny.adapter(TIED)}
 
 
-def module(case: str, actor: str, reward: str, adapter: str, dtype: str = "auto", **changes: Any) -> PPOLightningModule:
+def module(
+    case: str, actor: str, reward: str, adapter: str, dtype: str = "auto", embeddings: str = "none", **changes: Any
+) -> PPOLightningModule:
     """The module of a case; with a dtype for the actor's weights, where the case has none."""
     options = {
-        "actor": RoleConfig(source=actor, dtype=DTYPES.get(case, dtype)),
+        "actor": RoleConfig(source=actor, dtype=DTYPES.get(case, dtype), quantize_embeddings=embeddings),
         "reward": wordy,
         "sampling": SamplingConfig(max_new_tokens=6, temperature=1.0),
         "ppo": PPOConfig(epochs=2, minibatches=2),
