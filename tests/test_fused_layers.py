@@ -309,6 +309,16 @@ def test_a_forward_that_is_asked_for_more_is_the_models_own(fused):
     assert torch.equal(norm(hidden_states=q), llama.LlamaRMSNorm(8)(q))
 
 
+def test_what_is_fused_does_not_depend_on_where_tensors_are_made():
+    """Models are made on a GPU with that as the default device."""
+    here, there = tiny.model(), tiny.model()
+    counts = fuse(here)
+    fl._rotating.cache_clear()
+    with torch.device("meta"):
+        assert fuse(there) == counts
+    assert counts == {"norms": 5, "gated": 2, "rotary": 2}
+
+
 def test_nothing_but_instances_changes_and_it_can_be_taken_back():
     before = [llama.LlamaRMSNorm.forward, llama.LlamaAttention.forward, llama.apply_rotary_pos_emb]
     state = torch.random.get_rng_state()

@@ -234,7 +234,8 @@ def fuse(*models: nn.Module) -> dict[str, int]:
         own: Any = vars(module).get("forward")
         if own is not None and not hasattr(own, "lit_ppo_fused"):
             continue
-        name, forward = _forward_for(module, kinds)
+        with torch.device("cpu"):  # where modules are tried out, also while models are made elsewhere
+            name, forward = _forward_for(module, kinds)
         if forward is not None:
             counts[name] += 1
             module.forward = MethodType(forward, module)
