@@ -25,13 +25,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "exact-paged": PLAIN | CHECKPOINTING | IN_TURN | {"optim.paged": True},
 }
 LORA = {"layout": "shared", "lora.r": 16}
-FLOAT32: dict[str, Any] = {"precision": "32-true", "ppo.packing": False, "head": "naive"}
+FLOAT32: dict[str, Any] = {"precision": "32-true", "ppo.packing": False, "ppo.fused_layers": False, "head": "naive"}
 FULL = [
     ("plain", FLOAT32),
     ("+ bf16", {"precision": "bf16-true"}),
     ("+ checkpointing", CHECKPOINTING),
     ("+ packing", {"ppo.packing": True}),
     ("+ fused head", {"head": "fused"}),
+    ("+ fused layers", {"ppo.fused_layers": True}),
     ("+ NF4 reward", {"quantize": ["reward"]}),
     ("+ 8-bit states", EIGHT_BIT),
     ("+ roles in turn", IN_TURN),
@@ -41,7 +42,7 @@ FULL = [
 ADAPTERS = [
     *FULL[:2],
     ("+ LoRA trunk", LORA),
-    *FULL[2:6],
+    *FULL[2:7],
     ("+ NF4 trunk", {"quantize": ["actor", "reward"]}),
     ("+ 8-bit states", EIGHT_BIT),
     ("+ offload", {"callbacks.OffloadRoles": {}}),

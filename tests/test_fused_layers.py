@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from types import MethodType
 
 import pytest
@@ -22,7 +23,7 @@ from lit_ppo.config import LoRAConfig
 from lit_ppo.plan.trace import _recompute
 from lit_ppo.roles import fused_layers as fl
 from lit_ppo.roles.adapters import POLICY, add_adapters
-from lit_ppo.roles.fused_layers import fuse, unfuse
+from lit_ppo.roles.fused_layers import fuse, fuse_if, unfuse
 from lit_ppo.roles.model import RoleModel, probe
 
 CUDA = torch.cuda.is_available()
@@ -355,72 +356,103 @@ def test_the_option(on):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("width", "middle", "dim", "heads"), [(1536, 8960, 128, 12), (4096, 14336, 128, 32),
-                                                               (576, 1536, 64, 9), (12288, 1000, 96, 5)])  # fmt: skip
-def test_on_cuda_it_is_as_near_to_the_exact_result_as_transformers_is(dtype, width, middle, dim, heads):
-    """Against float64: the fused error is at most a little above that of the modules themselves."""
-    length = 700
-    config = tiny.CONFIGS["llama"].__class__(**tiny.SHAPE | {"hidden_size": width, "intermediate_size": middle})
-    modules = [*(norm_of(kind, width, dtype) for kind in NORMS), llama.LlamaMLP(config).to("cuda", dtype)]
-    for module in modules:
-        x = torch.randn(2, length, width, device="cuda", dtype=dtype)
-        weight = torch.randn(2, length, width, device="cuda", dtype=dtype)
-        exact = copy.deepcopy(module).double()
-        if module is not modules[-1]:
-            kind, eps = fl._kind_of(module, 1e-5), 1e-5
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(("rows", "width"), [(3000, 1536), (1200, 4096), (50_000, 128), (300, 12288), (1, 576)])
+def test_norms_on_cuda_are_as_exact_as_transformers_and_the_same_every_time(dtype, kind, rows, width):
+    module = norm_of(kind, width, dtype)
+    x, weight = torch.randn(2, rows, width, device="cuda", dtype=dtype)
+    double, w = x.double().requires_grad_(), module.weight.detach().double().requires_grad_()
+    formula = fl._kind_of(module, 1e-5)
+    out = double * torch.rsqrt(double.square().mean(-1, keepdim=True) + 1e-5) * (formula.offset + w)
+    exact = [out.detach(), *torch.autograd.grad(out, [double, w], weight.double())]
 
-            def formula(y, w=exact.weight, kind=kind, eps=eps):
-                return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (kind.offset + w)
+    def run(wanted):
+        fuse_if(wanted, [module])
+        given = x.clone().requires_grad_()
+        out = module(given)
+        assert ("Norm" in type(out.grad_fn).__name__) == wanted
+        return [out.detach(), *torch.autograd.grad(out, [given, module.weight], weight)]
 
-        found = []
-        for run in (formula if module is not modules[-1] else exact, "plain", "fused"):
-            if isinstance(run, str):
-                (fuse if run == "fused" else unfuse)(module)
-                assert run == "plain" or "forward" in vars(module)
-            y = (x.double() if callable(run) else x).detach().requires_grad_()
-            out = run(y) if callable(run) else module(y)
-            parameters = list((exact if callable(run) else module).parameters())
-            grads = torch.autograd.grad(out, [y, *parameters], weight.to(out))
-            found.append([out.detach().double(), *(g.double() for g in grads)])
-        for truth, plain, ours in zip(*found, strict=True):
-            assert (ours - truth).norm() < 1.1 * (plain - truth).norm() + 1e-6 * truth.norm()
-    q, k = (torch.randn(2, length, n, dim, device="cuda", dtype=dtype).transpose(1, 2) for n in (heads, 1))
-    cos, sin = torch.randn(2, 2, length, dim, device="cuda", dtype=dtype)
-    ours = fl._rotate(llama.apply_rotary_pos_emb, q.requires_grad_(), k, cos, sin)
-    for a, b in zip(ours, llama.apply_rotary_pos_emb(q, k, cos, sin), strict=True):
-        assert torch.equal(a, b)
-    assert "Rotary" in type(ours[0].grad_fn).__name__
+    plain, ours, again = run(False), run(True), run(True)
+    for a, b, c, truth in zip(ours, plain, again, exact, strict=True):
+        assert torch.equal(a, c)
+        assert (a.double() - truth).norm() < 1.1 * (b.double() - truth).norm() + 1e-4 * truth.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [8960, 14336, 1001])
+def test_swiglu_on_cuda_is_as_exact_as_transformers(dtype, width):
+    gate, up, grad = torch.randn(3, 700, width, device="cuda", dtype=dtype)
+
+    def results(function, *given):
+        inputs = [x.clone().requires_grad_() for x in given]
+        out = function(*inputs)
+        return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(out))]
+
+    def plain(g, u):
+        return nn.functional.silu(g) * u
+
+    exact = results(plain, gate.double(), up.double())
+    ours = results(lambda g, u: fl._SwiGLU.apply(g, u, fl._serving(g)), gate, up)
+    for a, b, truth in zip(ours, results(plain, gate, up), exact, strict=True):
+        assert (a.double() - truth).norm() < 1.1 * (b.double() - truth).norm() + 1e-4 * truth.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 128), (32, 8, 128), (9, 3, 64), (5, 1, 96)])
+def test_rotary_on_cuda_gives_the_bits_of_transformers(dtype, heads, kv_heads, dim):
+    q, k = (torch.randn(2, 700, n, dim, device="cuda", dtype=dtype).transpose(1, 2) for n in (heads, kv_heads))
+    angle = torch.randn(2, 700, dim // 2, device="cuda").repeat(1, 1, 2)
+    table = angle.cos().to(dtype), angle.sin().to(dtype)
+    found = []
+    for run in (llama.apply_rotary_pos_emb, lambda *x: fl._rotate(llama.apply_rotary_pos_emb, *x)):
+        inputs = [x.clone().requires_grad_() for x in (q, k)]
+        outs = run(*inputs, *table)
+        found.append([*(o.detach() for o in outs), *torch.autograd.grad(outs, inputs, [q.sin(), k.sin()])])
+    assert "Rotary" in type(outs[0].grad_fn).__name__
+    for i, (ours, theirs) in enumerate(zip(found[1], found[0], strict=True)):
+        assert torch.equal(ours, theirs) or i > 1
+        assert gap(ours, theirs) < limit(dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["bfloat16", "float16", "autocast"])
-def test_a_whole_model_on_cuda(mode):
-    """Values and gradients as near to those in float32 as the model's own; equal bits in a second run; a CUDA graph."""
-    from contextlib import nullcontext
-
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3_text"])
+def test_a_whole_model_on_cuda_is_as_near_to_float32_as_it_was(mode, kind):
     dtype = torch.float32 if mode == "autocast" else getattr(torch, mode)
     context = torch.autocast("cuda", torch.bfloat16) if mode == "autocast" else nullcontext()
-    model = made("qwen3", hidden_size=256, intermediate_size=700, head_dim=64)
+    model = made(kind, hidden_size=256, intermediate_size=700, head_dim=64)
     ids = tokens(4, 60)
     exact = step(model, ids)
     model = model.to(dtype)
     with context:
         plain = step(model, ids)
-        assert fuse(model)["norms"] == 9
+        assert fuse(model)["norms"] >= 5
         ours = step(model, ids)
-        for a, b in zip(ours, step(model, ids), strict=True):
-            assert torch.equal(a, b) or a.shape[0] == tiny.VOCAB  # the embedding's own gradient adds in any order
+    assert len(ours) == len(plain) == len(exact)
     for a, b, truth in zip(ours, plain, exact, strict=True):
-        assert (a.double() - truth.double()).norm() < 1.3 * (b.double() - truth.double()).norm() + 1e-3 * truth.norm()
-    if mode == "bfloat16":
-        with torch.no_grad():
-            expected = model.model(input_ids=ids, use_cache=False).last_hidden_state
-            graph = torch.cuda.CUDAGraph()
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                model.model(input_ids=ids, use_cache=False, attention_mask=None)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph):
-                out = model.model(input_ids=ids, use_cache=False).last_hidden_state
-            graph.replay()
-        assert torch.equal(out, expected)
+        assert (a.double() - truth.double()).norm() < 2 * (b.double() - truth.double()).norm() + 1e-2 * truth.norm()
+
+
+@pytest.mark.gpu
+def test_the_kernels_are_captured_in_a_cuda_graph():
+    layer = made("llama", hidden_size=256).bfloat16().model.layers[0].eval()
+    assert fuse(layer) == {"norms": 2, "gated": 1, "rotary": 1}
+    x = torch.randn(1, 33, 256, device="cuda", dtype=torch.bfloat16)
+    table = torch.randn(2, 1, 33, 64, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, 4, 33, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run():
+        return layer.mlp(layer.input_layernorm(x)), *fl._rotate(llama.apply_rotary_pos_emb, q, q, *table)
+
+    with torch.no_grad():
+        expected = [y.clone() for y in run()]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+        graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(found, expected, strict=True):
+        assert gap(a, b) < 1e-2
