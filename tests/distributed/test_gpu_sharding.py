@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
     # torch's own, when it reads the optimizer's state of a sharded checkpoint of FSDP1
     pytest.mark.filterwarnings("ignore:.*_get_pg_default_device.*will be deprecated"),
+    pytest.mark.filterwarnings("ignore:`load_state_dict` is deprecated:FutureWarning"),  # Lightning reads by it
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),  # the saver is not needed
 ]
 
