@@ -86,12 +86,13 @@ class FSDP1(Replicated):
         fill(store, source, skip=done)
         options = {} if self.policy is None else {"auto_wrap_policy": self.policy}
         wrapped = wrap(store, ignored_states=self._keep_whole(store, dtype), **options)
+        trained = any(p.requires_grad for p in store.parameters())
         for unit in units_of(wrapped):
             if not unit._handle.flat_param.requires_grad:
                 # Without a gradient, and on one rank, FSDP leaves a unit's weights as plain tensors after a backward,
                 # and would then take these for weights that somebody had put in place of its parameters.
                 unit._handle._skip_writeback_check = True
-                if not unit._handle.uses_sharded_strategy:
+                if trained and not unit._handle.uses_sharded_strategy:
                     self._plain.append(unit._handle)
         self.strategy.kwargs.pop("auto_wrap_policy", None)  # applied: Lightning need not warn that it is not
         return wrapped
