@@ -73,6 +73,9 @@ class FSDP1(Replicated):
         if isinstance(store, FullyShardedDataParallel):
             return store
         check_floats(store, "FSDP1")
+        trained = any(p.requires_grad for p in store.parameters())
+        if trained:  # as Lightning would later: `bf16-true` leaves one dtype
+            self.strategy.precision_plugin.convert_module(store)
         if self.strategy.precision_plugin.precision == "16-mixed":
             unscalable_to_float32(store)
         dtype = max(store.parameters(), key=lambda p: p.numel()).dtype
@@ -86,7 +89,6 @@ class FSDP1(Replicated):
         fill(store, source, skip=done)
         options = {} if self.policy is None else {"auto_wrap_policy": self.policy}
         wrapped = wrap(store, ignored_states=self._keep_whole(store, dtype), **options)
-        trained = any(p.requires_grad for p in store.parameters())
         for unit in units_of(wrapped):
             if not unit._handle.flat_param.requires_grad:
                 # Without a gradient, and on one rank, FSDP leaves a unit's weights as plain tensors after a backward,
