@@ -1,7 +1,6 @@
 """Our matrix products of the decode step against PyTorch's, each with what follows it, for many ways to cut them.
 
     python benchmarks/rollout_products.py --shapes 1.5B 8B --rows 64 256
-    python benchmarks/rollout_products.py --nf4 --shapes 8B --rows 8 64     # 4-bit weights, beside bitsandbytes' kernel
 
 `gated`: gate and up, then SwiGLU; `out` and `down`: the projection, then the addition and the norm; `qkv`: alone.
 Prints PyTorch's time and the best few cuts. `--warm i/n` only compiles every n-th cut, so that n processes can share
@@ -67,40 +66,6 @@ def timed(kind: str, tiles: Tiles | None, x: torch.Tensor, weights: Any, residua
     return microseconds(lambda i: run(kind, tiles, x, weights[i % len(weights)], residual, norm), x.device.type)
 
 
-def four_bit(tiles: Any, x: torch.Tensor, layers: list[Any]) -> float:
-    """Return microseconds of a product with 4-bit weights: ours, or bitsandbytes' if `tiles` is None."""
-    from lit_ppo.rollout import nf4_kernels
-
-    if tiles is None:
-        return microseconds(lambda i: layers[i % len(layers)](x), x.device.type)
-    return microseconds(lambda i: nf4_kernels.product(x, [layers[i % len(layers)]], None, tiles), x.device.type)
-
-
-@torch.no_grad()
-def show_four_bit(name: str, rows: int, device: str, best: int) -> None:
-    """Time the products of a layer in NF4."""
-    import bitsandbytes as bnb
-
-    from lit_ppo.rollout.nf4_kernels import Tiles
-
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    cuts = [Tiles(*cut) for cut in itertools.product((64, 128), (128, 256), (4,), (3, 4))]
-    cuts += [Tiles(32, 256, 4, 4), Tiles(128, 128, 8, 4), Tiles(128, 256, 8, 3)]
-    for kind, outputs, inputs in cases(SHAPES[name][1]):
-        copies = max(2, min(CALLS, int(4e8 / outputs / inputs)))
-        options = {"bias": False, "compute_dtype": dtype, "quant_type": "nf4"}
-        layers = [bnb.nn.Linear4bit(inputs, outputs, **options).to(device) for _ in range(copies)]
-        x, found = torch.randn(rows, inputs, device=device, dtype=dtype), []
-        print(f"{name} nf4 {rows} x {outputs} x {inputs} {kind}: bitsandbytes {four_bit(None, x, layers):.1f} us")
-        for tiles in cuts:
-            try:
-                found.append((four_bit(tiles, x, layers), tiles))
-            except Exception as error:
-                print(f"{tiles}: {type(error).__name__}: {str(error)[:200]}")
-        for us, tiles in sorted(found, key=lambda f: f[0])[:best]:
-            print(f"    {us:6.1f} us {tuple(tiles)}", flush=True)
-
-
 def main() -> None:
     """Time what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,15 +73,11 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu: interpreted")
     parser.add_argument("--warm", help="i/n")
-    parser.add_argument("--nf4", action="store_true", help="4-bit weights")
     parser.add_argument("--best", type=int, default=4)
     args = parser.parse_args()
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     number = 0
     for name, rows in itertools.product(args.shapes, args.rows):
-        if args.nf4:
-            show_four_bit(name, rows, args.device, args.best)
-            continue
         for kind, outputs, inputs in cases(SHAPES[name][1]):
             copies = 1 if args.warm else max(2, min(CALLS, int(4e8 / (outputs * inputs * 2))))
             weights = [torch.randn(outputs, inputs, device=args.device, dtype=dtype) for _ in range(copies)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import pytest
 import tiny
 import torch
@@ -14,7 +12,7 @@ CUDA = torch.cuda.is_available()
 
 from lit_ppo.algo.noise import base_key  # noqa: E402
 from lit_ppo.config import SamplingConfig  # noqa: E402
-from lit_ppo.rollout import kernels, layer_kernels, matmul_kernels, nf4_kernels  # noqa: E402
+from lit_ppo.rollout import kernels, layer_kernels, matmul_kernels  # noqa: E402
 from lit_ppo.rollout.base import resolve_sampling  # noqa: E402
 from lit_ppo.rollout.board import Board  # noqa: E402
 from lit_ppo.rollout.cache import AttentionSpec, DecodeAttention, SlotCache  # noqa: E402
@@ -207,66 +205,3 @@ def test_products_with_what_follows_them(dtype, rows, width, inner):
         want = layer_kernels.add_norm(nn.functional.linear(x, weight), other, norm, 1e-5)
         close(matmul_kernels.add_parts_norm(parts, residual, norm, 1e-5), want, dtype)
         close(residual, other, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "nested", "widths", "bias"), [
-    ("nf4", True, (96, 32, 32), True), ("fp4", False, (64, 64), False), ("nf4", True, (32,), False),
-])  # fmt: skip
-@pytest.mark.parametrize(("rows", "inner"), [(5, 1024), (33, 192)])
-def test_four_bit_products(dtype, kind, nested, widths, bias, rows, inner):
-    bnb = pytest.importorskip("bitsandbytes")
-    x = torch.randn(rows, inner, device=DEVICE, dtype=dtype)
-    layers, expected = [], []
-    for width in widths:
-        layer = bnb.nn.Linear4bit(
-            inner, width, bias=False, compute_dtype=dtype, compress_statistics=nested, quant_type=kind
-        )
-        torch.nn.init.normal_(layer.weight)
-        layers.append(layer.to(DEVICE))
-        if DEVICE.type == "cpu":
-            layers[-1].weight = layers[-1].weight.cpu()  # quantizes
-        state = layers[-1].weight.quant_state
-        weight = bnb.functional.dequantize_4bit(layers[-1].weight.data, state).to(dtype)
-        expected.append(nn.functional.linear(x, weight))
-    assert all(nf4_kernels.readable(layer) for layer in layers)
-    assert bool(layers[0].weight.quant_state.nested) == nested
-    added = torch.randn(sum(widths), device=DEVICE, dtype=dtype) if bias else None
-    want = torch.cat(expected, dim=1) + (0 if added is None else added)
-    close(nf4_kernels.product(x, layers, added), want, dtype)
-
-
-def run_ptx(text: str, word: int) -> list[int]:
-    """Do what the instructions of a decoder say, which Triton's interpreter cannot."""
-    values = {"$4": word}
-
-    def value(name: str) -> int:
-        return values[name] if name in values else int(name, 0)
-
-    for line in text.strip("{} ").split(";")[:-1]:
-        name, _, arguments = line.strip().partition(" ")
-        if name == ".reg":
-            continue
-        to, *of = [a.strip() for a in arguments.split(",")]
-        a, *rest = map(value, of)
-        if name == "prmt.b32":
-            pool = a.to_bytes(4, "little") + rest[0].to_bytes(4, "little")
-            selected = [rest[1] >> (4 * i) & 15 for i in range(4)]
-            assert max(selected) < 8, "the sign of a byte would be taken"
-            values[to] = int.from_bytes(bytes(pool[i] for i in selected), "little")
-        else:
-            does = {"mov.b32": int, "and.b32": operator.and_, "or.b32": operator.or_, "shr.b32": operator.rshift}
-            values[to] = does[name](a, *rest)
-    return [values[f"${i}"] for i in range(4)]
-
-
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_a_word_of_codes_is_decoded_by_permuting_bytes(kind):
-    functional = pytest.importorskip("bitsandbytes.functional")
-    codes = functional.get_4bit_type(kind, device="cpu", blocksize=64).to(torch.bfloat16).view(torch.int16)
-    codes = [c & 0xFFFF for c in codes.tolist()]
-    for shift in range(16):
-        nibbles = [(3 * i + shift) % 16 for i in range(8)]
-        word = sum(nibble << (4 * i) for i, nibble in enumerate(nibbles))
-        pairs = run_ptx(nf4_kernels.decoder(kind), word)
-        assert pairs == [codes[nibbles[2 * i]] | codes[nibbles[2 * i + 1]] << 16 for i in range(4)]

@@ -27,9 +27,6 @@ from lit_ppo.rollout.trunk import Attention, HFTrunk
 FAMILY = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 """Decoders whose layers are: norm, attention, add, norm, SwiGLU, add."""
 
-FEW_ROWS = 64
-"""Up to so many rows are multiplied with 4-bit weights as they are; for more, writing them out in 16 bits pays."""
-
 Projection = Callable[[Tensor], Tensor]
 
 
@@ -155,8 +152,6 @@ def side_by_side(modules: list[Any], adapter: str | None = None, arrange: bool =
     plain = all(type(m) is nn.Linear and type(m.weight.data) is Tensor for m in modules)
     biased = {getattr(m, "bias", None) is not None for m in modules}
     plain = plain and (arrange or all(_adjoin([m.weight for m in modules]) and m.bias is None for m in modules))
-    if all(_is_quantized(m) for m in modules):
-        return _Quantized(modules)
     if not plain or len(biased) > 1 or len({m.weight.dtype for m in modules}) > 1:
         return lambda x: _one_by_one(modules, x)
     weight = _join([m.weight for m in modules])
@@ -177,38 +172,6 @@ class _Plain:
     def __call__(self, x: Tensor) -> Tensor:
         """(n, in) -> (n, sum of outs)."""
         return nn.functional.linear(x, self.weight, self.bias)
-
-
-class _Quantized:
-    """4-bit layers with the same input: for a few rows read as they are, all at once; for more, one by one."""
-
-    def __init__(self, modules: list[Any]) -> None:
-        from lit_ppo.rollout import nf4_kernels
-
-        self.modules, self.kernels = modules, nf4_kernels
-        self.bias: Tensor | None = None
-        if any(m.bias is not None for m in modules):  # frozen, as the weights are
-            zeros = [m.weight.quant_state.code.new_zeros(m.weight.quant_state.shape[0]) for m in modules]
-            biases = [
-                zero if m.bias is None else m.bias.detach().float() for m, zero in zip(modules, zeros, strict=True)
-            ]
-            self.bias = torch.cat(biases)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(n, in) -> (n, sum of outs)."""
-        if len(x) > FEW_ROWS:
-            return _one_by_one(self.modules, x)
-        out: Tensor = self.kernels.product(x.contiguous(), self.modules, self.bias)
-        return out
-
-
-def _is_quantized(module: Any) -> bool:
-    """Whether our kernels can read a layer's 4-bit weight."""
-    if type(module).__name__ != "Linear4bit" or (module.bias is not None and module.bias.requires_grad):
-        return False
-    from lit_ppo.rollout import nf4_kernels
-
-    return nf4_kernels.readable(module)
 
 
 class _Adapted:
