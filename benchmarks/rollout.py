@@ -274,10 +274,11 @@ def page(rows: list[dict[str, Any]]) -> str:
         "# Rollout engines",
         "",
         "Tokens a second, prefill included; for `graph` also of the decode steps alone (refills, which varying lengths",
-        "need, are among them), and the floor of a step over its time. `varying` is compared with `third`, as much",
-        f"work without variation: its goal is {VARYING_GOAL:.0%} of that. Rows of one commit (`code`) may be compared.",
+        "need, are among them), and the floor of a step over its time. Goals are of decode steps: so was the prototype",
+        "measured that they go out from. `varying` is compared with `third`, as much work without variation: its goal",
+        f"is {VARYING_GOAL:.0%} of that. Rows of one commit (`code`) may be compared.",
         "",
-        "| model | batch | lengths | engine | tok/s | goal | of `third` | decode only | step, ms | floor, ms "
+        "| model | batch | lengths | engine | tok/s | of `third` | decode only | goal | step, ms | floor, ms "
         "| of floor | peak, GiB | code |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -287,10 +288,10 @@ def page(rows: list[dict[str, Any]]) -> str:
         if third is not None and third.get("requests") != r.get("requests"):
             third = None  # not as much work
         columns = [
-            shape, batch, lengths, engine, f"{r['tokens_per_s']:,}", "" if goal is None else f"{goal:,}",
+            shape, batch, lengths, engine, f"{r['tokens_per_s']:,}",
             "" if third is None else f"{r['tokens_per_s'] / third['tokens_per_s']:.0%}",
             f"{r['decode_tokens_per_s']:,}" if "decode_tokens_per_s" in r else "",
-            r.get("step_ms", ""), r.get("floor_ms", ""),
+            "" if goal is None else f"{goal:,}", r.get("step_ms", ""), r.get("floor_ms", ""),
             f"{r['share_of_floor']:.0%}" if "share_of_floor" in r else "", r.get("peak_gib", ""), r.get("code", ""),
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, columns)) + " |")

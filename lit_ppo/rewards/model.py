@@ -123,7 +123,7 @@ class ModelReward(Reward):
                 self.model = self._adopt(model)
                 for transform in transforms:
                     self.model = self._adopt(transform(self.model))
-        if not _is_placed(self.model):
+        if self.config.device_map is None and not _is_placed(self.model):
             self.model.to(target)
 
     def _adopt(self, model: Any) -> nn.Module:
