@@ -482,7 +482,6 @@ def test_a_resumed_run_takes_the_options_of_its_configuration(tmp_path: Path) ->
     assert (actor["initial_lr"], critic["initial_lr"]) == (8e-4, 4e-4)
 
 
-@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("there", ["float32", "8bit"])
 def test_an_optimizer_state_that_is_converted_says_so(tmp_path, caplog, there, precision) -> None:
@@ -508,6 +507,7 @@ def test_an_optimizer_state_that_is_converted_says_so(tmp_path, caplog, there, p
     assert (masters in said[0]) == half
 
 
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 def test_averaged_weights_are_in_the_checkpoint(tmp_path: Path) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path / "run", save_last=True)
     averaging = EMAWeightAveraging(decay=0.5)

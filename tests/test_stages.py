@@ -481,7 +481,10 @@ def test_the_whole_road_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert Path("final/model.safetensors").is_file()
 
     for argv, message in (
-        (["sft", "predict"], "`predict` is not a command of lit-ppo sft. The commands are: fit, validate, test."),
+        (
+            ["sft", "predict"],
+            "`predict` is not a command of lit-ppo sft. The commands are: fit, validate, test, plan, doctor.",
+        ),
         (["reward", "fitt"], "Did you mean `fit`?"),
         (["reward", "fit", "--ckpt_path=sft/nope.ckpt", *pairs], "does not exist"),
         (["reward", "fit", *pairs, "--data.chosen_column=chosn"], "has no column `chosn`"),

@@ -17,6 +17,7 @@ def settle(root: Any) -> None:
     """
     reset = getattr(root, "reset_iter_state", None)
     if reset is not None:  # torch 2.13
+        _drop_gathered_gradients(root)
         reset()
         return
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -27,6 +28,15 @@ def settle(root: Any) -> None:
     for each in state._state_ctx.all_states:
         each._training_state = TrainingState.IDLE
     state._state_ctx.iter_forward_root = None
+
+
+def _drop_gathered_gradients(root: Any) -> None:
+    """Drop what a backward has made of gathered weights and not yet reduced; `reset_iter_state` leaves it."""
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for param in (p for group in state._fsdp_param_groups for p in group.fsdp_params):
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):  # it has been gathered before
+                param._unsharded_param.grad = None
 
 
 def settle_all(module: nn.Module) -> None:

@@ -268,7 +268,9 @@ class Shortage(Callback):
         self.moment, self.ranks, self.times = moment, ranks, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        layer = pl_module.get_submodule("actor.model.model.layers.1.mlp")
+        # A backward comes to the MLP first: when it is at the attention, the MLP has gradients.
+        part = "self_attn.o_proj" if "attention" in self.moment else "mlp"
+        layer = pl_module.get_submodule(f"actor.model.model.layers.1.{part}")
 
         def short(*_: Any) -> None:
             phase = self.moment.split()[0]

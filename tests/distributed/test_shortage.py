@@ -26,7 +26,7 @@ def undisturbed(device, folder):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("public", [True, False], ids=["reset_iter_state", "without it"])
-@pytest.mark.parametrize("moment", ["update forward", "update backward", *SLOW])
+@pytest.mark.parametrize("moment", ["update forward", "update backward", "update attention backward", *SLOW])
 def test_a_step_that_was_cut_off_is_taken_again(tmp_path, monkeypatch, device, public, moment):
     """torch 2.11 has no way to forget a step, so the private one is tested on every version."""
     if public and not hasattr(FSDPModule, "reset_iter_state"):
