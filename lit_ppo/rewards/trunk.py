@@ -117,7 +117,7 @@ class TrunkReward(ModelReward):
         model = empty_model(wanted, torch.float32, critic=False) if isinstance(wanted, RoleConfig) else wanted
         self._check_shapes(model)
         vocabulary = tokenizer.get_vocab()
-        for token, number in self.tokenizer.get_vocab().items():
+        for token, number in sorted(self.tokenizer.get_vocab().items()):
             if vocabulary.get(token) != number:
                 raise self.fail(
                     f"its tokenizer writes {token!r} as {number}, and the actor's as {vocabulary.get(token)}: they do "
