@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks._iteration_rows import read  # noqa: E402
 from benchmarks.rollout import SHAPES  # noqa: E402
 from lit_ppo import PPOLightningModule, PromptDataModule  # noqa: E402
 
@@ -324,7 +325,7 @@ def run_case(config: dict[str, Any], device: str, iterations: int) -> dict[str, 
 def run_grid(args: argparse.Namespace) -> None:
     """Run every case of the grid that has no row yet; a case that fails is written down with its error."""
     path = args.output / "memory_grid.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = read(path)
     there = {row["name"] for row in rows if not {"error", "beside"} & row.keys()}
     start = time.perf_counter()
     for entry in [small(e) for e in grid()] if args.shape == "tiny" else grid():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lit_ppo import LoRAConfig, OptimConfig, PPOConfig, PPOLightningModule, PromptDataModule, RoleConfig
+from lit_ppo import LoRAConfig, OptimConfig, PPOConfig, PPOLightningModule, RoleConfig
 from lit_ppo.export import export
 from lit_ppo.memory.ledger import holdings
 from lit_ppo.plan.forecast import Forecast
@@ -176,16 +176,7 @@ def test_a_reference_alone_and_a_resumed_run(tmp_path):
     assert isinstance(full.views.reference.store.base.get_input_embeddings(), Int8Embedding)
     assert 0 < abs(float(trainer.callback_metrics["objective/kl"])) < 0.5  # the rounding
 
-    def fit(folder, epochs, ckpt=None):
-        ours = module()
-        trainer = tiny.trainer(tmp_path / folder, max_epochs=epochs)
-        trainer.fit(ours, PromptDataModule(tiny.rows(), batch_size=8), ckpt_path=ckpt)
-        return ours, trainer
-
-    whole, _ = fit("whole", 2)
-    _, trainer = fit("first", 1)
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    second, _ = fit("second", 2, tmp_path / "one.ckpt")
+    whole, second = tiny.interrupted(tmp_path, module)
     for (name, p), (_, q) in zip(whole.named_parameters(), second.named_parameters(), strict=True):
         assert torch.equal(p, q), name
 

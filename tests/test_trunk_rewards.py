@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lit_ppo import LoRAConfig, OptimConfig, PPOConfig, PPOLightningModule, PromptDataModule, RankingConfig, RoleConfig
+from lit_ppo import LoRAConfig, OptimConfig, PPOConfig, PPOLightningModule, RankingConfig, RoleConfig
 from lit_ppo.callbacks import ExportHF, OffloadRoles, OOMGuard, QuantizeRewardModel
 from lit_ppo.cli import main
 from lit_ppo.export import export, load_module, load_policy
@@ -146,22 +146,16 @@ def test_a_resumed_run_ends_with_the_same_bits_and_checks_the_adapter(tmp_path):
     adapter = tmp_path / "adapter"
     shutil.copytree(tiny.adapter(), adapter)
 
-    def fit(folder, epochs, ckpt=None):
-        ours = module(str(adapter), optim=OptimConfig(actor_lr=1e-2, schedule="constant"))
-        trainer = tiny.trainer(tmp_path / folder, max_epochs=epochs)
-        trainer.fit(ours, PromptDataModule(tiny.rows(), batch_size=8), ckpt_path=ckpt)
-        return ours, trainer
+    def make():
+        return module(str(adapter), optim=OptimConfig(actor_lr=1e-2, schedule="constant"))
 
-    whole, _ = fit("whole", 2)
-    _, trainer = fit("first", 1)
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    second, _ = fit("second", 2, tmp_path / "one.ckpt")
+    whole, second = tiny.interrupted(tmp_path, make)
     for (name, p), (_, q) in zip(whole.named_parameters(), second.named_parameters(), strict=True):
         assert torch.equal(p, q), name
     file = adapter / "adapter_model.safetensors"
     save_file({n: t * 1.5 for n, t in load_file(file).items()}, file, {"format": "pt"})
     with pytest.raises(ValueError, match="The frozen `reward` is not the one that this checkpoint was trained with"):
-        fit("third", 2, tmp_path / "one.ckpt")
+        tiny.fit(tmp_path / "third", make(), max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
 
 
 def test_the_policy_is_exported_without_it(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,25 @@ def trainer(tmp_path: Path, **options: Any) -> Trainer:
     return Trainer(**(defaults | options))
 
 
-def fit(tmp_path: Path, module: PPOLightningModule, data: PromptDataModule | None = None, **options: Any) -> Trainer:
+def fit(
+    tmp_path: Path,
+    module: PPOLightningModule,
+    data: PromptDataModule | None = None,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> Trainer:
     """Train for an epoch (two iterations of 8 prompts unless told otherwise) and return the trainer."""
     done = trainer(tmp_path, **options)
-    done.fit(module, data if data is not None else PromptDataModule(rows(), batch_size=8))
+    done.fit(module, data if data is not None else PromptDataModule(rows(), batch_size=8), ckpt_path=ckpt_path)
     return done
+
+
+def interrupted(
+    tmp_path: Path, make: Callable[[], PPOLightningModule]
+) -> tuple[PPOLightningModule, PPOLightningModule]:
+    """Train for two epochs, at once and with a new start from `tmp_path / "one.ckpt"` after the first; return both."""
+    whole, second, checkpoint = make(), make(), tmp_path / "one.ckpt"
+    fit(tmp_path / "whole", whole, max_epochs=2)
+    fit(tmp_path / "first", make()).save_checkpoint(checkpoint)
+    fit(tmp_path / "second", second, max_epochs=2, ckpt_path=checkpoint)
+    return whole, second
